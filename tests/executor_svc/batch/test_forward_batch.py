@@ -317,5 +317,5 @@ class SlotsMachine(RuleBasedStateMachine):
         assert slots.digest() == sha.digest()
 
 
-SlotsMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=12, deadline=None, derandomize=True)
+SlotsMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=12, deadline=None, derandomize=True)
 TestSlots = pytest.mark.slow(SlotsMachine.TestCase)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.helpers.marks import short_and_long
+from tests.helpers.paths import ROOT
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,29 +20,6 @@ pytestmark = [
 ]
 
 _HIDDEN, _INNER, _VOCABULARY, _LAYERS = 1024, 4096, 40000, 3
-
-_LOAD = """
-import json, sys
-from pathlib import Path
-from executor_svc.config import ExecutorConfig
-from executor_svc.models.loading import load_model
-from executor_svc.startup.executors import make_device
-
-def resident(field):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
-
-config = ExecutorConfig(
-    model=sys.argv[1], device="cpu", num_threads=2, max_num_batched_tokens=16, max_num_seqs=16,
-    load_format=sys.argv[2], numerics=sys.argv[3],
-)
-device = make_device(config)
-if sys.argv[3] == "fast":
-    import transformers.models.gpt2.modeling_gpt2
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-before = resident("VmRSS")
-loaded = load_model(config, device)
-print(json.dumps([loaded.geometry.weight_bytes, resident("VmRSS") - before, resident("VmHWM") - before]))
-"""
 
 
 def _save_llama(folder: Path, *, with_weights: bool = True) -> None:
@@ -78,8 +56,8 @@ def _save_gpt2(folder: Path) -> None:
 
 def _load(folder: Path, load_format: str, numerics: str) -> tuple[int, int, int]:
     """Load a model in a process of its own; return the bytes of its weights, those that stay, and the peak."""
-    command = [sys.executable, "-c", _LOAD, str(folder), load_format, numerics]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    command = [sys.executable, "-m", "tests.executor_svc.models.load_memory", str(folder), load_format, numerics]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
     weight_bytes, stays, peak = json.loads(done.stdout.splitlines()[-1])
     return weight_bytes, stays, peak
 

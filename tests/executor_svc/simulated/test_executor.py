@@ -16,6 +16,7 @@ from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from tests.helpers.executor.plans import ints, scheduled, sequence
 from tests.helpers.executor.simulated_rig import LIMITS, RandomHistory, Rig, columns, moves
+from tests.helpers.marks import short_and_long
 
 # Wide enough that a wrong token is not the right one by chance.
 VOCAB = 2**21
@@ -29,7 +30,7 @@ def expected(count: int, prompt: list[int] = PROMPT, sampling: SequenceSampling 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", short_and_long(range(8), range(3)))
 def test_random_histories_give_the_tokens_known_in_advance(seed: int) -> None:
     history = RandomHistory(seed)
     for _ in range(400):

@@ -32,7 +32,7 @@ def test_the_bound_in_bytes_holds(num_scopes):
     driver = driver_of()
     source = driver.source
     largest = 0
-    for number in range(400):
+    for number in range(160):
         scope = 1 + number % num_scopes
         prompt, output = random_text(rng, 20), random_text(rng, 150)
         driver.admit(0, prompt, scope)
@@ -55,7 +55,7 @@ def test_shared_bytes_are_those_that_python_allocates(num_scopes):
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     # Of one scope, 200 sequences reach the bound.
-    for number in range(300 if num_scopes == 1 else 500):
+    for number in range(230 if num_scopes == 1 else 500):
         produce(driver, 0, random_text(rng, 20), random_text(rng, 60), 1 + number % num_scopes)
         held = tracemalloc.get_traced_memory()[0] - before
         largest = max(largest, held)

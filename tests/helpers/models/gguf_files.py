@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,9 @@ def gguf_name(name: str, architecture: str) -> str:
     return f"{found}.{kind}"
 
 
-@functools.cache
-def _names(architecture: str) -> Any:
-    """Return gguf's table; it takes a tenth of a second to make."""
+@cache
+def _names(architecture: str) -> gguf.TensorNameMap:
+    """A table of thousands of names: 40 ms of a processor."""
     return gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), 100)
 
 

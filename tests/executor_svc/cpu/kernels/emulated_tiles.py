@@ -49,6 +49,12 @@ class Tiles:
         self._data = np.zeros((_TILES, _ROWS, _ROW_BYTES), np.uint8)
         self._callbacks = {name: self._callback(name, kinds) for name, kinds in _ARGUMENTS.items()}
 
+    def begin(self) -> None:
+        """Forget what was: a test begins."""
+        self.faults.clear()
+        self.counts.clear()
+        self._tilerelease()
+
     @property
     def released(self) -> bool:
         return not self._shapes
@@ -141,13 +147,13 @@ class EmulatedCode(Code):
 
     def __init__(self, tiles: Tiles) -> None:
         super().__init__(emulated_isa())
-        self._tiles = tiles
+        self.tiles = tiles
 
     def _parsed(self) -> Any:
         text = str(self._module)
         for name in _ARGUMENTS:
-            own = f"emulated_{name}_{id(self._tiles)}"
-            llvm.add_symbol(own, self._tiles.address(name))
+            own = f"emulated_{name}_{id(self.tiles)}"
+            llvm.add_symbol(own, self.tiles.address(name))
             text = text.replace(f'@"llvm.x86.{name}"', f'@"{own}"')
         module = llvm.parse_assembly(text)
         module.verify()

@@ -59,12 +59,18 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, out: torch.dtype) -
     return (sums if bias is None else sums + bias.float()).to(BF16).to(out)
 
 
+@pytest.fixture(scope="module")
+def code() -> EmulatedCode:
+    """Kernels of all tests here, each compiled once."""
+    return EmulatedCode(Tiles())
+
+
 @pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch) -> Tiles:
+def tiles(code: EmulatedCode, monkeypatch: pytest.MonkeyPatch) -> Tiles:
     """Replaces the tile instructions of all kernels that are made now."""
-    made = Tiles()
-    monkeypatch.setattr(cpu_kernels, "shared_code", lambda _: EmulatedCode(made))
-    return made
+    code.tiles.begin()
+    monkeypatch.setattr(cpu_kernels, "shared_code", lambda _: code)
+    return code.tiles
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -18,6 +18,7 @@ from executor_svc.device.kernels import AttentionShape
 from tests.executor_svc.cpu.kernels.layout import as_kept, plan_for
 from tests.executor_svc.cpu.kernels.processors import ISAS
 from tests.executor_svc.driver import flat_batch
+from tests.helpers.marks import short_and_long
 
 Chunks = list[tuple[int, int]]
 F32, BF16 = torch.float32, torch.bfloat16
@@ -76,53 +77,62 @@ def mixtures(draw: st.DrawFn) -> Chunks:
     return draw(st.lists(st.one_of(decode, prompt, chunk), min_size=1, max_size=6))
 
 
-SIZES = [(1, 3, 2), (2, 1, 10), (3, 2, 16), (1, 5, 20), (2, 4, 64), (1, 7, 36), (1, 1, 128)]
-"""KV heads, query heads of each, head size: few, for each is compiled."""
+MIXED = [
+    (1, 3, 2, 8, F32), (1, 3, 2, 64, BF16), (2, 1, 10, 16, F32), (2, 1, 10, 32, BF16), (3, 2, 16, 32, F32),
+    (3, 2, 16, 8, BF16), (1, 5, 20, 64, F32), (1, 5, 20, 16, BF16), (2, 4, 64, 8, F32), (2, 4, 64, 64, BF16),
+    (1, 7, 36, 16, F32), (1, 7, 36, 32, BF16), (1, 1, 128, 32, F32), (1, 1, 128, 8, BF16),
+]  # fmt: skip
+"""KV heads, query heads of each, head size, block size, dtype: few, for each is compiled."""
 
 
 @settings(max_examples=70)
-@given(
-    chunks=mixtures(),
-    sizes=st.sampled_from(SIZES),
-    block_size=st.sampled_from([8, 16, 32, 64]),
-    seed=st.integers(0, 2**31),
-    dtype=st.sampled_from([F32, BF16]),
-)
-def test_mixtures(chunks: Chunks, sizes: tuple[int, int, int], block_size: int, seed: int, dtype: torch.dtype) -> None:
-    compare(chunks, *sizes, block_size, seed, dtype)
+@given(chunks=mixtures(), mixed=st.sampled_from(MIXED), seed=st.integers(0, 2**31))
+def test_mixtures(chunks: Chunks, mixed: tuple[int, int, int, int, torch.dtype], seed: int) -> None:
+    *sizes, dtype = mixed
+    compare(chunks, *sizes, seed, dtype)
+
+
+_NARROW, _WIDE = (2, 3, 16), (1, 4, 80)
+WINDOWS: list[tuple[int | None, float | None, tuple[int, int, int], int, torch.dtype]] = [
+    (None, 0.5, _NARROW, 8, F32),
+    (None, 0.5, _WIDE, 32, BF16),
+    (1, None, _NARROW, 32, BF16),
+    (1, 0.5, _WIDE, 8, F32),
+    (2, None, _WIDE, 32, F32),
+    (7, None, _WIDE, 8, BF16),
+    (7, 0.5, _NARROW, 32, F32),
+    (64, None, _NARROW, 8, BF16),
+    (64, 0.5, _WIDE, 32, F32),
+    (65, None, _WIDE, 8, F32),
+    (65, 0.5, _NARROW, 32, BF16),
+    (1000, 0.5, _NARROW, 8, BF16),
+]
+"""Windows, softcaps, KV heads with query heads of each and head sizes, block sizes and dtypes: few, too."""
 
 
 @settings(max_examples=60)
-@given(
-    chunks=mixtures(),
-    sizes=st.sampled_from([(2, 3, 16), (1, 4, 80)]),
-    block_size=st.sampled_from([8, 32]),
-    seed=st.integers(0, 2**31),
-    dtype=st.sampled_from([F32, BF16]),
-    window=st.sampled_from([None, 1, 2, 7, 64, 65, 1000]),
-    softcap=st.sampled_from([None, 0.5]),
-)
+@given(chunks=mixtures(), case=st.sampled_from(WINDOWS), seed=st.integers(0, 2**31))
 def test_windows_and_softcaps(
-    chunks: Chunks,
-    sizes: tuple[int, int, int],
-    block_size: int,
-    seed: int,
-    dtype: torch.dtype,
-    window: int | None,
-    softcap: float | None,
+    chunks: Chunks, case: tuple[int | None, float | None, tuple[int, int, int], int, torch.dtype], seed: int
 ) -> None:
+    window, softcap, sizes, block_size, dtype = case
     compare(chunks, *sizes, block_size, seed, dtype, window=window, softcap=softcap)
 
 
-@pytest.mark.parametrize("group", range(1, 14))
-def test_every_size_of_group(group: int) -> None:
+GROUPS = [(group, dtype) for group in range(1, 14) for dtype in (F32, BF16)]
+
+
+@pytest.mark.parametrize(("group", "dtype"), short_and_long(GROUPS, GROUPS[::4] + GROUPS[3::4]))
+def test_every_size_of_group(group: int, dtype: torch.dtype) -> None:
     """Up to more heads of a KV head than a tile has rows."""
     chunks = [(40, 1), (0, 26), (17, 9)]
-    compare(chunks, 2, group, 16, 16)
-    compare(chunks, 1, group, 20, 8, dtype=BF16)
+    if dtype == F32:
+        compare(chunks, 2, group, 16, 16)
+    else:
+        compare(chunks, 1, group, 20, 8, dtype=BF16)
 
 
-@pytest.mark.parametrize("kv_heads", range(1, 9))
+@pytest.mark.parametrize("kv_heads", short_and_long(range(1, 9), [1, 3, 8]))
 def test_many_decodes(kv_heads: int) -> None:
     """Contexts about borders of vectors and blocks, for any number of KV heads."""
     chunks = [(position, 1) for position in (0, 1, 7, 8, 15, 16, 40, 63, 64, 130)]
@@ -131,7 +141,7 @@ def test_many_decodes(kv_heads: int) -> None:
     compare(chunks, kv_heads, 2, 20, 8, dtype=BF16, window=9, softcap=0.5)
 
 
-@pytest.mark.parametrize("head_size", [96, 112, 192, 256, 400])
+@pytest.mark.parametrize("head_size", short_and_long([96, 112, 192, 256, 400], [112, 256, 400]))
 def test_large_heads(head_size: int) -> None:
     """Up to more columns than there are registers."""
     for group in (1, 2):
@@ -171,13 +181,13 @@ def test_as_long_as_the_model_allows() -> None:
     assert not bool((scratch[:used] == 77).all())
 
 
+@pytest.mark.parametrize(("plain", "windowed"), short_and_long([(F32, BF16), (BF16, F32)], [(BF16, F32)]))
 @pytest.mark.parametrize("isa", ISAS)
-def test_as_compiled_for_lower_levels(isa: str) -> None:
+def test_as_compiled_for_lower_levels(isa: str, plain: torch.dtype, windowed: torch.dtype) -> None:
     kernels = CpuKernels(isa=ISAS[isa])
     chunks = [(250, 1), (0, 100), (130, 70), (0, 1)]
-    for dtype in (F32, BF16):
-        compare(chunks, 2, 3, 20, 8, dtype=dtype, kernels=kernels)
-        compare(chunks, 1, 1, 64, 32, dtype=dtype, window=70, softcap=0.5, kernels=kernels)
+    compare(chunks, 2, 3, 20, 8, dtype=plain, kernels=kernels)
+    compare(chunks, 1, 1, 64, 32, dtype=windowed, window=70, softcap=0.5, kernels=kernels)
 
 
 @pytest.mark.parametrize("num_threads", [2, 3])

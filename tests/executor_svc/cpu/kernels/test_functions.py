@@ -11,19 +11,22 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.functions import exp, log, tanh
 from tests.executor_svc.cpu.kernels.emitted import mapped
+from tests.helpers.marks import short_and_long
 
-_STRIDE = 31
-"""One float in so many is tried, of all signs and exponents."""
 _PIECE = 1 << 20
 
 
-def floats(lowest: float, highest: float) -> Iterator[Tensor]:
+@pytest.fixture(params=short_and_long([31, 211], [211]))
+def stride(request: pytest.FixtureRequest) -> int:
+    """One float in so many is tried, of all signs and exponents."""
+    return int(request.param)
+
+
+def floats(lowest: float, highest: float, stride: int) -> Iterator[Tensor]:
     """Floats of one sign from lowest to highest by size, borders included, some at a time."""
     first, last = (int(torch.tensor(size).view(torch.int32)) for size in (lowest, highest))
-    for start in range(first, last + 1, _STRIDE * _PIECE):
-        yield torch.arange(start, min(last + 1, start + _STRIDE * _PIECE), _STRIDE, dtype=torch.int32).view(
-            torch.float32
-        )
+    for start in range(first, last + 1, stride * _PIECE):
+        yield torch.arange(start, min(last + 1, start + stride * _PIECE), stride, dtype=torch.int32).view(torch.float32)
     yield torch.tensor([last], dtype=torch.int32).view(torch.float32)
 
 
@@ -33,19 +36,19 @@ def worst_ulps(found: Tensor, exact: Tensor) -> float:
     return float(((found.double() - exact).abs() / torch.ldexp(torch.ones_like(exact), exponent)).max())
 
 
-def test_exp() -> None:
+def test_exp(stride: int) -> None:
     apply = mapped(exp)
     worst = 0.0
     for sign, end in ((1.0, 88.0), (-1.0, 87.0)):
-        for size in floats(0.0, end):
+        for size in floats(0.0, end, stride):
             x = sign * size
             worst = max(worst, worst_ulps(apply(x), x.double().exp()))
     assert worst < 1.1
 
 
-def test_exp_beyond_its_range() -> None:
+def test_exp_beyond_its_range(stride: int) -> None:
     apply = mapped(exp)
-    for size in floats(math.nextafter(88.0, 89.0) + 1e-5, float("inf")):
+    for size in floats(math.nextafter(88.0, 89.0) + 1e-5, float("inf"), stride):
         assert bool((apply(size) == float("inf")).all())
         assert not bool(apply(-size).any())
     special = apply(torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0]))
@@ -54,19 +57,19 @@ def test_exp_beyond_its_range() -> None:
     assert special[3:].tolist() == [1.0, 1.0]
 
 
-def test_log() -> None:
+def test_log(stride: int) -> None:
     apply = mapped(log)
     tiny, most = float(torch.finfo(torch.float32).tiny), float(torch.finfo(torch.float32).max)
-    worst = max(worst_ulps(apply(x), x.double().log()) for x in floats(tiny, most))
+    worst = max(worst_ulps(apply(x), x.double().log()) for x in floats(tiny, most, stride))
     assert worst < 1
     assert apply(torch.tensor([1.0])).tolist() == [0.0]
 
 
-def test_tanh() -> None:
+def test_tanh(stride: int) -> None:
     """Small values keep all their digits: it is no difference of nearly equal numbers. And it is odd, to the bit."""
     apply = mapped(tanh)
     worst = 0.0
-    for x in floats(float(torch.finfo(torch.float32).tiny), 1e30):
+    for x in floats(float(torch.finfo(torch.float32).tiny), 1e30, stride):
         found = apply(x)
         worst = max(worst, worst_ulps(found, x.double().tanh()))
         assert torch.equal(apply(-x), -found)

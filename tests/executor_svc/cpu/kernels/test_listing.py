@@ -12,6 +12,7 @@ from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, IsaName, level
 from executor_svc.cpu.kernels.listing import Loop, inner_loops, products
 from executor_svc.cpu.kernels.matmul_tiles import widen_rows
+from tests.helpers.marks import short_and_long
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 NESTED = """
@@ -49,8 +50,12 @@ def test_inner_loops_of_a_text() -> None:
     assert (second.count("call"), second.spills(), second.registers()) == (1, 0, {"tmm"})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ISA_NAMES)
+CASES = [(name, dtype) for name in ISA_NAMES for dtype in DTYPES]
+SHORT = [case for case in CASES if case[1] == "bfloat16" or case[0] in ("avx2", "avx512")]
+"""Kernels of floats have vectors of 256 or of 512 bits."""
+
+
+@pytest.mark.parametrize(("name", "dtype"), short_and_long(CASES, SHORT))
 def test_products_use_the_instructions_of_their_level(name: IsaName, dtype: Dtype) -> None:
     loops = products(name, dtype)
     assert loops

@@ -10,10 +10,14 @@ from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, IsaName, level
 from executor_svc.cpu.kernels.listing import inner_loops
 from executor_svc.cpu.kernels.lora import expand, shrink
+from tests.helpers.marks import short_and_long
+
+CASES: list[tuple[IsaName, Dtype]] = [(name, dtype) for name in ISA_NAMES for dtype in ("float32", "bfloat16")]
+SHORT = [case for case in CASES if case[1] == "bfloat16" or case[0] in ("avx2", "avx512")]
+"""Kernels of floats have vectors of 256 or of 512 bits."""
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ISA_NAMES)
+@pytest.mark.parametrize(("name", "dtype"), short_and_long(CASES, SHORT))
 def test_loops_use_the_instructions_of_their_level(name: IsaName, dtype: Dtype) -> None:
     """And keep their sums in registers, whether this processor has the level or not."""
     code = Code(level(name))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from llvmlite import ir
 
 from executor_svc.cpu.kernels import cpu_kernels
 from executor_svc.cpu.kernels.codegen.compiled import Code, shared_code
@@ -18,9 +19,11 @@ _OTHER_SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 
 
 
 class Noted(Code):
-    """Compiles for one model alone, and notes what each function was written as."""
+    """Writes its own functions, and notes what each was written as. Those of one text are compiled once."""
 
     texts: ClassVar[dict[str, str]] = {}
+    compiled: ClassVar[dict[str, int]] = {}
+    owners: ClassVar[list[Code]] = []
 
     def _define(self, name: str, num_arguments: int, body: Callable[..., None]) -> Any:
         function = super()._define(name, num_arguments, body)
@@ -28,10 +31,24 @@ class Noted(Code):
         assert self.texts.setdefault(name, text) == text, f"{name} has other instructions in another model"
         return function
 
+    def function(self, name: str, num_arguments: int, body: Callable[..., None]) -> str:
+        if name in self.compiled and name not in self._addresses:
+            own, self._module = self._module, ir.Module("compared")
+            self._define(name, num_arguments, body)
+            self._module = own
+            self._addresses[name] = self.compiled[name]
+        return super().function(name, num_arguments, body)
+
+    def _compile(self) -> None:
+        super()._compile()
+        self.compiled |= self._addresses
+        self.owners.append(self)
+
 
 def test_a_name_has_the_same_instructions_in_every_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "shared_code", lambda isa: Noted(isa))
-    monkeypatch.setattr(Noted, "texts", {})
+    for name, empty in (("texts", {}), ("compiled", {}), ("owners", [])):
+        monkeypatch.setattr(Noted, name, empty)
     counts = []
     for number, (family, shape) in enumerate([*((each, {}) for each in _FAMILIES), ("llama", _OTHER_SHAPE)]):
         folder = make_checkpoint(tmp_path / str(number), family, **shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.executor_svc.cpu.kernels.processors import ISAS
 from tests.executor_svc.cpu.kernels.quantized.formats import FORMATS, INT8_ROWS, Q4_0, Q4_K, Q6_K, Q8_0, format_of
 from tests.executor_svc.cpu.kernels.quantized.formats import random_block as any_block
 from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import BlockRows
+from tests.helpers.marks import short_and_long
 
 F32, BF16 = torch.float32, torch.bfloat16
 OUT = 75
@@ -50,14 +52,34 @@ def _isas() -> dict[str, Isa]:
 LEVELS = _isas()
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+SHORT: dict[str, tuple[str, ...]] = {
+    "avx2": ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "mxfp4", INT8_ROWS, "int4 rows"),
+    "avx-vnni": ("Q8_0", "gptq 4"),
+    "avx512": ("Q4_0", "gptq 4", INT8_ROWS),
+    "avx512-vnni": ("Q4_1", "Q5_0", "Q6_K", "gptq 8", "int4 by 16", "mxfp4", INT8_ROWS),
+    "amx": ("Q4_K", "Q5_1", "Q8_0", "gptq 4", INT8_ROWS, "int4 rows"),
+}
+"""Formats by level in `make test`, where all of these levels are: vectors of each width unpack each kind of code, and
+each level multiplies several."""
+ENDS = (next(iter(LEVELS)), next(reversed(LEVELS)))
+"""Of what needs all levels in `make test-long` alone."""
+
+
+def cases(names: tuple[str, ...]) -> list[Any]:
+    """Return levels and formats for `parametrize`."""
+    found = [
+        (isa, name) for isa in LEVELS for name in names if name in _FEW or isa not in ("avx512", "avx-vnni")
+    ]  # the pieces of other kernels there are those of avx2 and avx512-vnni
+    few = SHORT if SHORT.keys() <= LEVELS.keys() else dict.fromkeys(LEVELS, names)
+    return short_and_long(found, [(isa, name) for isa, name in found if name in few[isa]])
+
+
+@pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return CpuKernels(isa=LEVELS[request.param])
 
 
-def skip_what_others_show(kernels: CpuKernels, name: str) -> None:
-    if kernels.isa.name in ("avx512", "avx-vnni") and name not in _FEW:
-        pytest.skip("its pieces are those of avx2 and avx512-vnni")
+on_levels = pytest.mark.parametrize("kernels", short_and_long(LEVELS, set(ENDS)), indirect=True)
 
 
 class WholeRows(BlockRows):
@@ -103,10 +125,9 @@ def extreme(kind: QuantFormat, rows: int, columns: int) -> QuantBlock:
     return block
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("kernels", "name"), cases(NAMES), indirect=["kernels"])
 def test_every_number_of_rows_has_the_bits_of_the_reference(kernels: CpuKernels, name: str) -> None:
     """Odd numbers of rows of the weight; with a scale for a row, also columns that end within a step."""
-    skip_what_others_show(kernels, name)
     inner = 110 if "rows" in name else 768
     kind = format_of(name, inner)
     block = any_block(kind, OUT, inner, 5)
@@ -121,9 +142,8 @@ def test_every_number_of_rows_has_the_bits_of_the_reference(kernels: CpuKernels,
         assert same(made(kernels, F32, BlockRows(kind, block))(wide), expected(wide, block, kind))
 
 
-@pytest.mark.parametrize("name", WHOLE_ROWS)
+@pytest.mark.parametrize(("kernels", "name"), cases(WHOLE_ROWS), indirect=["kernels"])
 def test_one_scale_for_a_row_of_x(kernels: CpuKernels, name: str) -> None:
-    skip_what_others_show(kernels, name)
     inner = 110 if "rows" in name else 768
     kind = format_of(name, inner)
     block = any_block(kind, OUT, inner, 7)
@@ -135,10 +155,9 @@ def test_one_scale_for_a_row_of_x(kernels: CpuKernels, name: str) -> None:
         assert same(linear(x[:count]), wanted[:count])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("kernels", "name"), cases(NAMES), indirect=["kernels"])
 def test_codes_and_numbers_at_their_ends(kernels: CpuKernels, name: str) -> None:
     """Where 16-bit sums would saturate if they were any longer; and scales at infinity, of 0 and of tiny rows."""
-    skip_what_others_show(kernels, name)
     inner = 256
     kind = format_of(name, inner)
     block = extreme(kind, 40, inner)
@@ -150,6 +169,7 @@ def test_codes_and_numbers_at_their_ends(kernels: CpuKernels, name: str) -> None
     assert same(made(kernels, BF16, BlockRows(kind, block))(x, F32), wanted)
 
 
+@on_levels
 @pytest.mark.parametrize("whole_row", [False, True])
 def test_nan_and_infinity_stay_in_their_row(kernels: CpuKernels, whole_row: bool) -> None:
     inner = 110
@@ -164,6 +184,7 @@ def test_nan_and_infinity_stay_in_their_row(kernels: CpuKernels, whole_row: bool
     assert found[[0, 1, 3, 4, 6, 8]].isfinite().all()
 
 
+@on_levels
 def test_parts_of_several_formats_with_orders_of_columns_and_a_bias(kernels: CpuKernels) -> None:
     """Q4_K_M mixes formats within one fused projection; fp8 multiplies rows as they are."""
     inner = 512
@@ -180,10 +201,11 @@ def test_parts_of_several_formats_with_orders_of_columns_and_a_bias(kernels: Cpu
         expected(x if each is None else x[:, each].contiguous(), block, kind)
         for kind, block, each in zip(kinds, blocks, orders, strict=True)
     ]
-    wanted.append(made(kernels, F32, plain, option="off")(x))
-    assert same(found, torch.cat(wanted, 1) + bias)
+    wanted = [torch.cat(wanted, 1) + bias[:-20], made(kernels, F32, plain, bias=bias[-20:], option="off")(x)]
+    assert same(found, torch.cat(wanted, 1))
 
 
+@on_levels
 def test_one_scale_for_a_row_of_fewer_columns_than_a_step(kernels: CpuKernels) -> None:
     kind = format_of(INT8_ROWS, 24)
     block = any_block(kind, OUT, 24, 21)
@@ -216,12 +238,14 @@ def test_numbers_are_near_those_of_the_weight() -> None:
             assert ((torch.from_numpy(found).double() - x.double() @ weight.t()).abs() <= bound * 1.001 + slack).all()
 
 
-def test_the_option_decides(kernels: CpuKernels) -> None:
+def test_the_option_decides() -> None:
     layout = PackedLayout(Q4_0, 64)
-    assert int8_rows(kernels.isa, layout, False, "off") is None
-    assert int8_rows(kernels.isa, layout, False, "int8") is not None
-    assert int8_rows(kernels.isa, PackedLayout(format_of("fp8 blocks", 128), 128), False, "int8") is None
+    for isa in LEVELS.values():
+        assert int8_rows(isa, layout, False, "off") is None
+        assert int8_rows(isa, layout, False, "int8") is not None
+        assert int8_rows(isa, PackedLayout(format_of("fp8 blocks", 128), 128), False, "int8") is None
     assert int8_rows(Isa("other", "generic", frozenset(), ""), layout, False, "int8") is None
+    kernels = CpuKernels(isa=LEVELS[ENDS[0]])
     rows = BlockRows(Q4_0, any_block(Q4_0, 32, 64, 19))
     x = randn(20, 2, 64)
     assert not equal_bits(made(kernels, F32, rows, option="off")(x), made(kernels, F32, rows)(x))

@@ -13,6 +13,7 @@ from executor_svc.cpu.kernels.quantized.layout import PackedLayout
 from executor_svc.cpu.stored_linear import int8_rows
 from executor_svc.device.stored_linear import QuantFormat
 from tests.executor_svc.cpu.kernels.quantized.formats import INT8_ROWS, Q4_0, Q4_K, Q8_0, format_of
+from tests.helpers.marks import short_and_long
 
 COLUMNS = 512
 _BYTES, _PAIRS, _VNNI = "vpmaddubsw", "vpmaddwd", "vpdpbusd"
@@ -38,8 +39,12 @@ def used(loop: Loop, instruction: str) -> set[str]:
     return Loop("", tuple(line for line in own if line.startswith(instruction))).registers()
 
 
-@pytest.mark.parametrize("kind", [Q4_0, Q8_0], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("name", ISA_NAMES)
+CASES = [(name, kind) for name in ISA_NAMES for kind in (Q4_0, Q8_0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), short_and_long(CASES, [case for case in CASES if case[1] == Q4_0 or case[0] in ("avx2", "amx")])
+)
 def test_products_use_the_instructions_of_their_level(name: IsaName, kind: QuantFormat) -> None:
     wide = "zmm" if name.startswith(("avx512", "amx")) else "ymm"
     loops = loops_of(name, kind)["int8_tile_"]

@@ -17,6 +17,7 @@ from tests.executor_svc.cpu.kernels.emulated_tiles import EmulatedCode, Tiles
 from tests.executor_svc.cpu.kernels.processors import ISAS
 from tests.executor_svc.cpu.kernels.quantized.formats import FORMATS, INT8_ROWS, Q4_0, format_of, random_block
 from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import BlockRows
+from tests.helpers.marks import short_and_long
 
 WITH_MINIMUMS = QuantFormat("8 bits with minimums", 8, 32, offsets="minimum")
 CASES = (
@@ -24,6 +25,10 @@ CASES = (
     *((name, True) for name in ("Q4_0", "gptq 4", INT8_ROWS, "int4 rows")),
 )
 """Formats, and whether a row of x has one scale."""
+SHORT = (
+    *((name, False) for name in ("Q4_0", "Q4_K", "Q6_K", "gptq 4", INT8_ROWS, "8 bits")),
+    *((name, True) for name in ("gptq 4", INT8_ROWS)),
+)
 
 
 class Rows(BlockRows):
@@ -57,15 +62,21 @@ def expected(x: torch.Tensor, rows: Rows) -> torch.Tensor:
     return torch.from_numpy(int8_reference.product(numbers, rows.block, rows.format))
 
 
+@pytest.fixture(scope="module")
+def code() -> EmulatedCode:
+    """Kernels of all tests here, each compiled once."""
+    return EmulatedCode(Tiles())
+
+
 @pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch) -> Tiles:
+def tiles(code: EmulatedCode, monkeypatch: pytest.MonkeyPatch) -> Tiles:
     """Replaces the tile instructions of all kernels that are made now."""
-    found = Tiles()
-    monkeypatch.setattr(cpu_kernels, "shared_code", lambda _: EmulatedCode(found))
-    return found
+    code.tiles.begin()
+    monkeypatch.setattr(cpu_kernels, "shared_code", lambda _: code)
+    return code.tiles
 
 
-@pytest.mark.parametrize(("name", "whole_row"), CASES)
+@pytest.mark.parametrize(("name", "whole_row"), short_and_long(CASES, SHORT))
 def test_rows_have_the_bits_of_the_reference(tiles: Tiles, name: str, whole_row: bool) -> None:
     """Of whole and partial blocks of rows, panels and chunks of steps."""
     inner = 110 if "rows" in name else 256 * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,11 +30,18 @@ from tests.executor_svc.cpu.kernels.quantized.formats import (
     random_block,
 )
 from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import BlockRows
+from tests.helpers.marks import short_and_long
 
 F32, BF16 = torch.float32, torch.bfloat16
 OUT = 75
 _OTHERS_ON_AVX512 = {"Q4_0", "Q5_1", "mxfp4"}
 """Formats whose codes become numbers by a permutation there."""
+SHORT: dict[str, tuple[str, ...]] = {
+    "avx2": ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "gptq 4", "mxfp4", INT8_ROWS),
+    "avx512": ("Q5_1",),
+    "avx512-bf16": ("Q4_0", "Q4_K", "Q6_K", "gptq 8", "int4 by 16", "fp8 blocks", "mxfp4", "int4 rows"),
+}
+"""Formats by level in `make test`, where all of these levels are: each once, and each kind of code on both widths."""
 ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 48, 49, 96, 97)
 """All tiles of few rows and of many, and more than one item's."""
 
@@ -42,9 +51,26 @@ def randn(seed: int, *shape: int) -> Tensor:
 
 
 # The other levels run the kernels of one of these: what they add is for bfloat16 and int8 only.
-@pytest.fixture(scope="module", params=[name for name in ISAS if name in {"avx2", "avx512", "avx512-bf16", "native"}])
+LEVELS = [name for name in ISAS if name in {"avx2", "avx512", "avx512-bf16", "native"}]
+
+
+@pytest.fixture(scope="module", params=LEVELS)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return CpuKernels(isa=ISAS[request.param])
+
+
+def cases() -> list[Any]:
+    """Return levels and formats for `parametrize`. Some formats have the code of others."""
+    names = [name for name in FORMATS if name not in {"Q4_1", "Q5_0", "Q5_K", "fp8 rows"}]
+    # The source of other formats is that of avx2.
+    found = [(isa, name) for isa in LEVELS for name in names if isa != "avx512" or name in _OTHERS_ON_AVX512]
+    short = SHORT if SHORT.keys() <= set(LEVELS) else dict.fromkeys(LEVELS, names)
+    return short_and_long(found, [(isa, name) for isa, name in found if name in short[isa]])
+
+
+without_avx512 = pytest.mark.parametrize(
+    "kernels", short_and_long(LEVELS, [name for name in LEVELS if name != "avx512"]), indirect=True
+)
 
 
 @pytest.fixture
@@ -75,10 +101,8 @@ def check(found: Tensor, x: Tensor, weight: Tensor, magnitudes: Tensor, bias: Te
     assert ((found.double() - expected).abs() / bound).max() <= 1.0
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in {"Q4_1", "Q5_0", "Q5_K", "fp8 rows"}])
+@pytest.mark.parametrize(("kernels", "name"), cases(), indirect=["kernels"])
 def test_products(kernels: CpuKernels, dtype: torch.dtype, name: str) -> None:
-    if kernels.isa.name == "avx512" and name not in _OTHERS_ON_AVX512:
-        pytest.skip("the same source as on avx2")
     inner = 70 if "rows" in name else 768
     kind = format_of(name, inner)
     block = random_block(kind, OUT, inner, 5)
@@ -116,6 +140,7 @@ class Dense:
         return self.weight
 
 
+@without_avx512
 def test_parts_with_orders_of_columns_and_a_bias(kernels: CpuKernels, dtype: torch.dtype) -> None:
     """Formats mixed in one fused projection, a dense part among them; two have other orders of columns."""
     inner = 256
@@ -139,11 +164,12 @@ def test_parts_with_orders_of_columns_and_a_bias(kernels: CpuKernels, dtype: tor
     weight = torch.cat(weights)
     for rows in (1, 19):
         x = randn(12, rows, inner).to(dtype)
-        check(linear(x, F32), x, weight, weight.abs() + 3 * weight.abs().amax(), bias)
+        check(linear(x), x, weight, weight.abs() + 3 * weight.abs().amax(), bias)
     alone = CpuLinear(dense, bias[33:54], kernels)
     assert equal_bits(linear(x)[:, 33:54], alone(x))
 
 
+@without_avx512
 @pytest.mark.parametrize("name", ["Q4_K", INT8_ROWS])
 def test_nan_and_infinity_stay_in_their_row(kernels: CpuKernels, name: str) -> None:
     inner = 70 if "rows" in name else 256
@@ -169,6 +195,7 @@ def test_one_scale_for_a_row_of_fewer_columns_than_a_step(kernels: CpuKernels, d
     check(made(kernels, dtype, BlockRows(kind, block))(x, F32), x, weight, weight.abs())
 
 
+@pytest.mark.parametrize("kernels", LEVELS[-1:], indirect=True)
 def test_recorded_products_know_the_weight_that_follows(kernels: CpuKernels, dtype: torch.dtype) -> None:
     """Packed or dense, with rows of x as they are or in int8; the last one has its own weight."""
     packed = BlockRows(Q8_0, random_block(Q8_0, 64, 64, 23))
@@ -199,7 +226,7 @@ def test_dense_parts_prefetch_memory_of_their_own(kernels: CpuKernels, dtype: to
 def test_threads_do_not_change_bits() -> None:
     kind = Q4_K
     rows = BlockRows(kind, random_block(kind, 500, 512, 15))
-    one, three = (made(CpuKernels(threads), BF16, rows) for threads in (1, 3))
+    one, three = (made(CpuKernels(threads, ISAS[LEVELS[-1]]), BF16, rows) for threads in (1, 3))
     for count in (1, 16, 130):
         x = randn(16, count, 512).bfloat16()
         assert equal_bits(one(x), three(x))

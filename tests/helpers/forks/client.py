@@ -47,6 +47,7 @@ def use(channel: socket.socket | None) -> None:
     """Ask this server from now on; None: there is none, and all processes are new interpreters."""
     global _channel, is_on
     _channel, is_on = channel, channel is not None
+    install()
 
 
 def install() -> None:

@@ -31,6 +31,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.long
 async def test_a_scheduler_on_a_host_an_hour_behind_connects_at_once(costs: Path, tmp_path: Path) -> None:
     clock = ShiftedClock(tmp_path)
     clock.shift(-HOUR_S)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cadenza_common.plan.sampling import SequenceSampling
+from cadenza_loadtest.driving.driver import present_objects_left_out
 from cadenza_loadtest.measures.columns import RequestColumns, StepColumns
 from cadenza_loadtest.requests import LoadTestError, RequestShape, Truncations
 from cadenza_simulator.executor_profiles import ExecutorProfile
@@ -316,14 +317,12 @@ def _calm_collector() -> Iterator[None]:
     The objects of a request refer to each other, so collection is needed; nothing else here makes reference cycles.
     """
     thresholds, enabled = gc.get_threshold(), gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    gc.set_threshold(20_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        if not enabled:
-            gc.disable()
-        gc.unfreeze()
+    with present_objects_left_out():
+        gc.enable()
+        gc.set_threshold(20_000, 20, 100)
+        try:
+            yield
+        finally:
+            gc.set_threshold(*thresholds)
+            if not enabled:
+                gc.disable()

@@ -88,7 +88,7 @@ async def drive(
     driver = _Driver(target, prompts, timeout_s, duration_s, text_prompts, keep_gaps, clock, timer, on_failed)
     prepared = PreparedUnits(units(schedule), driver.prompt)
     prepared.fill()
-    with _no_long_collections(), timer.set():
+    with present_objects_left_out(), timer.set():
         driver.start_s = clock()
         if on_start is not None:
             on_start(driver.start_s)
@@ -250,11 +250,16 @@ async def _reporting(
 
 
 @contextlib.contextmanager
-def _no_long_collections() -> Iterator[None]:
-    """Exclude existing objects from garbage collections: scanning them takes tens of milliseconds."""
+def present_objects_left_out() -> Iterator[None]:
+    """Exclude existing objects from garbage collections: scanning them takes tens of milliseconds.
+
+    What the caller has excluded stays so afterwards.
+    """
+    any_before = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not any_before:
+            gc.unfreeze()

@@ -4,6 +4,7 @@ clock."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import time
 from array import array
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from cadenza_loadtest.driving import timer
-from cadenza_loadtest.driving.driver import drive
+from cadenza_loadtest.driving.driver import drive, present_objects_left_out
 from cadenza_loadtest.driving.live import RequestInFlight, collect
 from cadenza_loadtest.driving.timer import Timer
 from tests.helpers.loadtest.driver_target import FakePrompts, FakeTarget, at, shape
@@ -226,3 +227,16 @@ def test_columns_of_nothing() -> None:
     columns = collect([], 0.0)
     assert len(columns) == 0
     assert columns.ok.tolist() == columns.gap_s.tolist() == []
+
+
+def test_what_a_caller_has_left_out_of_collections_stays_so() -> None:
+    gc.unfreeze()
+    try:
+        with present_objects_left_out():
+            assert gc.get_freeze_count()
+        assert not gc.get_freeze_count()
+    finally:
+        gc.freeze()  # as for the whole suite (tests/conftest.py)
+    with present_objects_left_out():
+        pass
+    assert gc.get_freeze_count()

@@ -35,13 +35,13 @@ def within(share: float, count: int) -> float:
 @given(seed=st.integers(0, 2**64), few=st.integers(1, 40))
 def test_the_seed_decides_however_many_are_requested(kind: str, seed: int, few: int) -> None:
     options = {"workload": kind, "mix": "n=2:0.3", "tenants": "a,b", "adapters": "zipf:5"}
-    many = shapes(600, seed, **options)
+    many = shapes(200, seed, **options)
     short = shapes(few, seed, **options)
     assert short == many[: len(short)]
     endless = make_workload(make_spec(**options)).shapes(None, seed)
     assert list(itertools.islice(endless, len(many))) == many
     assert [each.index for each in many] == list(range(len(many)))
-    assert shapes(600, seed + 1, **options) != many
+    assert shapes(200, seed + 1, **options) != many
 
 
 @pytest.mark.parametrize("kind", KINDS)

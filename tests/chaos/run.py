@@ -70,8 +70,9 @@ async def run_chaos(folder: Path, schedule: list[Fault], options: RunOptions) ->
 
     try:
         async with running_services(
-            folder, model, history, simulated=options.executor == "simulated", num_executors=options.num_executors
-        ) as services:
+            folder, model, history, simulated=options.executor == "simulated", num_executors=options.num_executors,
+            clock_jumps=any(fault.kind == "clock jump" for fault in schedule),
+        ) as services:  # fmt: skip
             await _run(services, schedule, options, report, violated)
     finally:
         history.close()

@@ -212,11 +212,15 @@ def _write(file: Path, text: str) -> None:
 
 @asynccontextmanager
 async def running_services(
-    folder: Path, model: Path, history: History, *, simulated: bool, num_executors: int = 1
+    folder: Path, model: Path, history: History, *, simulated: bool, num_executors: int = 1, clock_jumps: bool = True
 ) -> AsyncIterator[Services]:
-    """All services, ready, with a journal; stopped at the end."""
+    """All services, ready, with a journal; stopped at the end.
+
+    clock_jumps: their clock can be moved. Each is a new interpreter then, since a fork has loaded its libraries.
+    """
     clock = ShiftedClock(folder)
-    os.environ.update(clock.environment, **{VARIABLE: str(folder)})
+    variables = {**(clock.environment if clock_jumps else {}), VARIABLE: str(folder)}
+    os.environ.update(variables)
     loop = asyncio.get_running_loop()
     found: list[Services] = []
 
@@ -248,7 +252,7 @@ async def running_services(
                 yield services
             finally:
                 await asyncio.to_thread(local.close)
-    for name in (*clock.environment, VARIABLE):
+    for name in variables:
         del os.environ[name]
 
 

@@ -22,7 +22,7 @@ _LONGEST_S = 2.6
 CHOSEN = {
     1: (
         "kill executor", "executor link: cut", "client disconnects", "kill scheduler", "executor link: halve",
-        "clock jump", "client link: repeat", "deadline", "client half-open", "full disk",
+        "client link: repeat", "deadline", "client half-open", "full disk",
     ),
     2: (
         "executor drains", "kill executor", "executor joins and leaves", "list of executors changes", "client leaves",
@@ -30,7 +30,7 @@ CHOSEN = {
         "kill scheduler", "executor link: stall",
     ),
 }  # fmt: skip
-"""By number of executors."""
+"""By number of executors. Clocks jump in tests/faults/test_moved_clocks.py, and in tests.chaos: as new interpreters."""
 
 
 def short_schedule(num_executors: int) -> list[Fault]:
@@ -47,7 +47,7 @@ def short_schedule(num_executors: int) -> list[Fault]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("num_executors", CHOSEN)
 async def test_a_few_faults_break_no_promise(tmp_path: Path, num_executors: int) -> None:
-    options = RunOptions(SEED, "simulated", 200, num_executors, num_clients=10, num_prompts=1, slack_s=3)
+    options = RunOptions(SEED, "simulated", 200, num_executors, num_clients=6, num_prompts=1, slack_s=3)
     report = await run_chaos(tmp_path, short_schedule(num_executors), options)
     assert not report.violations, "\n".join(report.violations)
     assert report.by_kind == dict.fromkeys(sorted(CHOSEN[num_executors]), 1)

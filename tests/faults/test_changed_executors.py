@@ -158,6 +158,7 @@ def lose_executor(processes: Processes, client: Client, num_unfinished: int) -> 
     assert load.num_running + load.num_waiting == num_unfinished, "some ended before the fault"
 
 
+@pytest.mark.long
 def test_neither_a_copied_folder_with_other_sizes_nor_fewer_blocks_and_sequences_change_a_token(
     processes: Processes, model: Path, tmp_path: Path
 ) -> None:

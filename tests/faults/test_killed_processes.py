@@ -138,6 +138,7 @@ def test_a_killed_scheduler_is_restarted_at_its_port(up: Up) -> None:
     up.wait_for_log(f"cadenza   │ the scheduler is back at {up.target}")
 
 
+@pytest.mark.long
 def test_a_script_does_not_notice_that_its_scheduler_was_killed(model: Path) -> None:
     prompts = [[7, 8, 9], [11] * 40, [250, 3]]
     with LLM(model, num_gpu_blocks=1000, max_num_seqs=8, use_tqdm_on_load=False) as llm, ThreadPoolExecutor(1) as pool:

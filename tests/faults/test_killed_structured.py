@@ -76,7 +76,11 @@ def kill(up: Up, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "victims", [["executor_svc"], ["executor_svc", "cadenza_common.grammar.child", "executor_svc"]]
+    "victims",
+    [
+        pytest.param(["executor_svc"], marks=pytest.mark.long),  # the first of those that follow
+        ["executor_svc", "cadenza_common.grammar.child", "executor_svc"],
+    ],
 )
 def test_killed_processes_cost_no_token(up: Up, victims: list[str]) -> None:
     prompts = [[7, 8, 9], [11] * 40, [250, 3]]

@@ -14,6 +14,7 @@ from cadenza_common.wire.transport import format_address
 from tests.checkpoints import make_llama
 from tests.helpers.kubernetes_api import kubernetes_api
 from tests.helpers.manifests import needs_kubectl
+from tests.helpers.marks import short_and_long
 from tests.helpers.pods import LocalCluster, Pod, local_cluster
 from tests.helpers.scheduler.rolling import ClientLoad, Seen, rolling, serving
 
@@ -61,7 +62,7 @@ async def roll_executors(cluster: LocalCluster, new: list[Pod]) -> None:
             await cluster.remove_executor(before)
 
 
-@pytest.mark.parametrize(("overlay", "num_executors"), [("cpu", 2), ("gpu", 1)])
+@pytest.mark.parametrize(("overlay", "num_executors"), short_and_long([("cpu", 2), ("gpu", 1)], short=[("gpu", 1)]))
 async def test_executors_and_scheduler_are_replaced_without_a_lost_token(
     overlay: str,
     num_executors: int,

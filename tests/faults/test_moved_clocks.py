@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from cadenza import AsyncClient, SamplingParams
 from cadenza.v1 import generation_pb2, generation_pb2_grpc, types_pb2
+from tests.helpers.forks import client as forks
 from tests.helpers.machine.shifted_clock import ShiftedClock
 from tests.helpers.service_process import service_process
 
@@ -31,6 +34,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.long
 async def test_a_scheduler_on_a_host_an_hour_behind_connects_at_once(costs: Path, tmp_path: Path) -> None:
     clock = ShiftedClock(tmp_path)
     clock.shift(-HOUR_S)
@@ -51,6 +55,16 @@ async def test_a_scheduler_on_a_host_an_hour_behind_connects_at_once(costs: Path
 def _logged_at(line: str) -> float:
     """The time of a line of a log, in seconds since 1970."""
     return time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S"))
+
+
+def test_a_process_with_a_clock_of_its_own_is_no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library is preloaded as an interpreter starts; tests.chaos sets its variable for all processes from then on."""
+    command = [sys.executable, "-m", "scheduler_svc"]
+    monkeypatch.setattr(forks, "_channel", object())
+    monkeypatch.setattr(forks, "_at_start", forks._read_at_start(os.environ))
+    assert forks._is_forked(command, dict(os.environ))
+    monkeypatch.setenv("LD_PRELOAD", "clock.so")
+    assert not forks._is_forked(command, dict(os.environ))
 
 
 async def test_jumps_of_the_clock_change_nothing(costs: Path, tmp_path: Path) -> None:

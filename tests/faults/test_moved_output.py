@@ -47,6 +47,7 @@ async def services(model: Path, *options: tuple[str, ...]) -> AsyncIterator[tupl
         yield executors, client
 
 
+@pytest.mark.long
 async def test_streams_of_a_killed_executor_go_on_with_transformers_tokens(model: Path) -> None:
     async with services(model, ONE, ONE) as (executors, client):
         expected = await ClientLoad(client.target, MAX_TOKENS, NUM_REQUESTS).finished()

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 OPTIONS = (
     "--num-gpu-blocks", "600", "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--dtype", "float32",
 )  # fmt: skip
-LOAD = 150, 4
+LOAD = 90, 4
 """Most tokens of a request, and requests."""
 
 
@@ -66,7 +66,7 @@ async def test_a_cable_is_pulled_under_a_load_and_no_token_is_lost(
         scheduler_service(listen[0], one_session=False, skip_tokenizer_init=True) as scheduler,
     ):
         load = ClientLoad(scheduler.target, *LOAD)
-        await load.more(100)
+        await load.more(40)
         hosts.pull()
         took, codes = await ranks.ended(10)
         assert took < 2.5  # 2 s, and what this machine is late
@@ -78,6 +78,7 @@ async def test_a_cable_is_pulled_under_a_load_and_no_token_is_lost(
         assert await load.finished() == expected
 
 
+@pytest.mark.long
 async def test_two_hosts_over_tls(model: Path, hosts: TwoHosts, tmp_path: Path) -> None:
     """The same tokens as with shared memory. A frozen rank is not gone: the rule for hung steps ends it."""
     expected = await shared_memory_tokens(model)
@@ -92,7 +93,7 @@ async def test_two_hosts_over_tls(model: Path, hosts: TwoHosts, tmp_path: Path) 
     ):
         assert await ClientLoad(scheduler.target, *LOAD).finished() == expected
         load = ClientLoad(scheduler.target, *LOAD)
-        await load.more(100)
+        await load.more(40)
         ranks.send(1, signal.SIGSTOP)
         assert await ranks.running[0].process.wait() == 4
         ranks.send(1, signal.SIGCONT)
@@ -102,6 +103,7 @@ async def test_two_hosts_over_tls(model: Path, hosts: TwoHosts, tmp_path: Path) 
         assert await load.finished() == expected
 
 
+@pytest.mark.long
 async def test_without_a_secret_or_tls_no_rank_starts(model: Path, hosts: TwoHosts) -> None:
     ranks = ExternalRanks(str(model), hosts.master, "127.0.0.1:0", OPTIONS, 2, hosts.prefixes)
     ranks.running = [await ranks.start_rank(rank) for rank in range(2)]

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,13 @@ def test_an_executor_that_is_killed_seven_times_in_a_row_costs_no_token(up: Up) 
     until(lambda: up.log.count("cadenza   │ the executor is back at") == NUM_KILLS)
     died = "cadenza   │ the executor died (killed by signal 9); starting it again in 0.2 s\n"
     assert up.log.count(died) == up.log.count("the executor died") == NUM_KILLS
+
+
+def test_services_of_cadenza_up_are_forks_like_those_of_tests(up: Up) -> None:
+    """A new interpreter takes a second or two of processor time in each, and has no torch in a scheduler."""
+    scheduler = up.service("scheduler_svc")
+    is_fork = any("libtorch" in each.path for each in scheduler.memory_maps())
+    assert is_fork == ("TEST_NEW_INTERPRETERS" not in os.environ and sys.platform == "linux")
 
 
 def test_an_executor_that_is_stopped_is_killed_and_started_again(up: Up) -> None:

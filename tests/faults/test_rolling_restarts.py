@@ -24,7 +24,7 @@ from tests.helpers.scheduler.rolling import ClientLoad, RollingService, Seen, ro
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 NUM_RESTARTS = 3
-MAX_TOKENS = 130
+MAX_TOKENS = 100
 SIZES = ("--max-num-seqs", "48", "--num-gpu-blocks", "1200")
 
 
@@ -62,7 +62,7 @@ async def test_an_executor_restarted_three_times_costs_no_token(executor: Rollin
         expected = await undisturbed(front.address)
         load = ClientLoad(front.address, MAX_TOKENS)
         for _ in range(NUM_RESTARTS):
-            await load.more(400)
+            await load.more(300)
             await executor.roll()
         assert await load.finished() == expected
         front.send(signal.SIGTERM)
@@ -79,12 +79,13 @@ async def test_a_scheduler_restarted_three_times_costs_no_token(executor: Rollin
         expected = await undisturbed(front.address)
         load = ClientLoad(front.address, MAX_TOKENS)
         for _ in range(NUM_RESTARTS):
-            await load.more(400)
+            await load.more(300)
             lines = await front.roll()
             assert any("go on in the next process with this --journal" in line for line in lines), lines
         assert await load.finished() == expected
 
 
+@pytest.mark.long
 async def test_both_restarted_at_once_cost_no_token_on_a_real_executor(tmp_path: Path) -> None:
     """And texts: a text that goes on elsewhere begins where it ended."""
     model = make_llama(tmp_path / "model", tokenizer=True, vocab_size=300, max_position_embeddings=1024)

@@ -22,7 +22,7 @@ from tests.helpers.scheduler.rolling import ClientLoad, RollingService, Seen, ro
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 MAX_TOKENS = 100
-NUM_REQUESTS = 24
+NUM_REQUESTS = 16
 EXPECTED: list[dict[int, Seen]] = []
 
 
@@ -55,8 +55,10 @@ class Service:
     async def until(self, targets: list[str]) -> None:
         """Return once these executors are there and connected, and no others."""
         async with asyncio.timeout(20):
-            while sorted(info.target for info in await self.infos() if info.connected) != sorted(targets):
-                pass
+            while True:
+                if sorted(info.target for info in await self.infos() if info.connected) == sorted(targets):
+                    return
+                await asyncio.sleep(0.01)
 
 
 async def expected(target: str) -> list[dict[int, Seen]]:
@@ -77,10 +79,10 @@ async def test_a_killed_executor_costs_no_token(executors: list[RollingService],
         service = Service(channel)
         await service.until([one, two])
         load = ClientLoad(front.address, MAX_TOKENS, NUM_REQUESTS)
-        await load.more(300)
+        await load.more(200)
         assert all(info.num_running for info in await service.infos())
         await executors[0].kill()
-        await load.more(300)
+        await load.more(200)
         await executors[0].start()
         seen = await load.finished()
         infos = await service.infos()
@@ -102,7 +104,7 @@ async def test_a_killed_scheduler_goes_on_with_both_from_its_journal(
     async with rolling("scheduler_svc", *both, "--journal", str(tmp_path / "journal")) as front:
         wanted = await expected(front.address)
         load = ClientLoad(front.address, MAX_TOKENS, NUM_REQUESTS)
-        await load.more(300)
+        await load.more(200)
         await front.kill()
         await front.start()
         assert await load.finished() == wanted

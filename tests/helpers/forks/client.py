@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from tests.helpers.forks.server import Request, ask
@@ -30,6 +31,8 @@ _exec = subprocess.Popen._execute_child
 _lock = threading.Lock()
 _channel: socket.socket | None = None
 _process: subprocess.Popen[bytes] | None = None
+_at_start: dict[str, str] = {}
+"""What the server's interpreter has read of its environment."""
 is_on = True
 """Off: all processes are new interpreters."""
 
@@ -45,8 +48,9 @@ def end() -> None:
 
 def use(channel: socket.socket | None) -> None:
     """Ask this server from now on; None: there is none, and all processes are new interpreters."""
-    global _channel, is_on
-    _channel, is_on = channel, channel is not None
+    global _channel, is_on, _at_start
+    _channel, is_on, _at_start = channel, channel is not None, _read_at_start(os.environ)
+    install()
 
 
 def install() -> None:
@@ -82,8 +86,11 @@ def _is_forked(args: Any, environment: dict[str, str]) -> bool:
         return False
     if args[2].partition(".")[0] not in PACKAGES or args[2] in _NO_MODULES:
         return False
-    names = {name for name in (*environment, *os.environ) if name.startswith(_READ_AT_START)}
-    return all(environment.get(name) == os.environ.get(name) for name in names)
+    return _read_at_start(environment) == (_at_start if _channel is not None else _read_at_start(os.environ))
+
+
+def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)}
 
 
 def _ask(request: Request, descriptors: tuple[int, int, int]) -> int:
@@ -100,8 +107,9 @@ def _ask(request: Request, descriptors: tuple[int, int, int]) -> int:
 
 def _server() -> socket.socket:
     """This process's server, started with its first process."""
-    global _channel, _process
+    global _channel, _process, _at_start
     if _channel is None:
+        _at_start = _read_at_start(os.environ)
         _channel, its = socket.socketpair()
         path = os.pathsep.join([str(ROOT), str(ROOT / "client"), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "tests.helpers.forks.server", str(its.fileno()), _PADDING]

@@ -9,6 +9,7 @@ allocators' pools.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -103,6 +104,7 @@ class Scheduler:
             load = (await self._info()).load
             if load.num_waiting + load.num_running + load.num_swapped == count:
                 return
+            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

@@ -27,6 +27,7 @@ def _short_collections() -> Iterator[None]:
         gc.callbacks.remove(process_memory._leave_out_survivors)
         gc.set_threshold(*thresholds)
         process_memory._take_in_survivors()
+        gc.freeze()  # as for the whole suite (tests/conftest.py)
 
 
 def is_left_out(kept: object) -> bool:

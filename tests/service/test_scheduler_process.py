@@ -53,7 +53,7 @@ async def address_of(process):
 
 async def ended(process):
     """Exit code, and what is left on stderr."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(40):
         errors = (await process.stderr.read()).decode()
         return await process.wait(), errors
 

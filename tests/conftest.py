@@ -68,6 +68,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """The same for what a file's tests have imported: transformers' objects cost each later full collection 0.3 s."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            gc.collect()
+            gc.freeze()
+
+
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
 if _HAS_TORCH:
     import torch

@@ -13,11 +13,12 @@ from aiohttp import ClientSession
 from tests.helpers.scheduler.scheduler_world import script
 from tests.helpers.service_process import service_process
 
-pytestmark = [pytest.mark.slow, pytest.mark.interpreter]
+pytestmark = pytest.mark.slow
 BODY = {"prompt": "Hello", "seed": 1, "max_tokens": 50}
 TEXT = "The quick brown fox"
 
 
+@pytest.mark.interpreter
 async def test_it_finishes_what_runs_at_sigterm_and_takes_nothing_new(w):
     script(w, TEXT)
     async with (
@@ -59,7 +60,9 @@ async def test_a_second_signal_ends_what_runs(w):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--http", "0.0.0.0:0"], 2, "--http: 0.0.0.0 is beyond loopback"),
+        pytest.param(
+            *(["--http", "0.0.0.0:0"], 2, "--http: 0.0.0.0 is beyond loopback"), marks=pytest.mark.interpreter
+        ),
         (["--htpp", "1"], 2, "--htpp: there is no such option; did you mean --http?"),
         (["--http-tls-cert", "a.pem"], 2, "http-tls-cert and http-tls-key need each other"),
         (["--http-api-key-file", "/nowhere"], 2, "option http-api-key-file: /nowhere: no such file or directory"),

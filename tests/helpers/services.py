@@ -31,8 +31,13 @@ from tests.helpers.scheduler.gate import Gate
 async def executor_service(
     model: Path | str, listen: str = "127.0.0.1:0", gate: Gate | None = None, **options: Any
 ) -> AsyncIterator[str]:
-    """An executor, behind the gate if there is one; yields its address."""
+    """An executor, behind the gate if there is one; yields its address.
+
+    On one thread, unless it is told otherwise: several wait for each other, and the tests' other processes have theirs.
+    """
     gate = gate or Gate()
+    if "simulate" not in options:
+        options = {"num_threads": 1, **options}
     config = ExecutorConfig(model=str(model), listen=listen, **options)
     described: Future[Description] = Future()
     worker = Worker(lambda: gate.before(build_executor(config, described)))

@@ -205,7 +205,7 @@ def test_a_taken_port_is_named_with_where_it_was_said(tmp_path, model):
 def test_llm_takes_a_file_too(model, tmp_path):
     file = tmp_path / "cadenza.toml"
     file.write_text("num_gpu_blocks = 40\nmax_num_seqs = 3\n")
-    with LLM(model, config=file, max_num_seqs=2) as llm:
+    with LLM(model, config=file, max_num_seqs=2, num_threads=1) as llm:
         assert llm.server_info().load.num_device_blocks == 40
         assert llm.server_info().options["max_num_seqs"] == "2"
         chat = [{"role": "user", "content": "你好"}]

@@ -104,7 +104,7 @@ LLM_CALLS = (
 
 @pytest.mark.parametrize("call", short_and_long(LLM_CALLS, LLM_CALLS[:1]))
 def test_while_llm_works(tmp_path, call):
-    before = f"llm = LLM({str(ROOT / 'models' / 'cadenza-demo')!r}, use_tqdm_on_load=False)"
+    before = f"llm = LLM({str(ROOT / 'models' / 'cadenza-demo')!r}, num_threads=1, use_tqdm_on_load=False)"
     interrupt(tmp_path, call, lambda terminal: terminal.wait_for("Processed prompts", 60), before=before)
 
 

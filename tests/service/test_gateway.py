@@ -22,7 +22,9 @@ USER = [{"role": "user", "content": "What is 27 + 48?"}]
 
 @pytest.fixture(scope="module")
 def services() -> Iterator[LocalServices]:
-    with LocalServices(str(MODEL), http="0", device="cpu", max_num_seqs=16, served_model_name="demo") as running:
+    with LocalServices(
+        str(MODEL), http="0", device="cpu", num_threads=1, max_num_seqs=16, served_model_name="demo"
+    ) as running:
         yield running
 
 

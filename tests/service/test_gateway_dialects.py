@@ -29,7 +29,14 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices
     from tests.checkpoints import make_llama
 
     model = make_llama(tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=261, max_position_embeddings=512)
-    options = {"device": "cpu", "executors": 2, "kserve": "0", "vllm_grpc": "0", "served_model_name": "tiny"}
+    options = {
+        "device": "cpu",
+        "num_threads": 1,
+        "executors": 2,
+        "kserve": "0",
+        "vllm_grpc": "0",
+        "served_model_name": "tiny",
+    }
     with LocalServices(str(model), **options) as running:
         with Client(running.target) as client:
             until(lambda: [each.state for each in client.server_info().executors] == ["serving"] * 2)

@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16)
 
 @pytest.fixture(scope="module")
 def services() -> Iterator[LocalServices]:
-    options = {"http": "0", "device": "cpu", "max_num_seqs": 16, "served_model_name": "demo"}
+    options = {"http": "0", "device": "cpu", "num_threads": 1, "max_num_seqs": 16, "served_model_name": "demo"}
     with LocalServices(str(ROOT / "models" / "cadenza-demo"), port=0, **options) as running:
         yield running
 

@@ -14,6 +14,7 @@ import pytest
 from cadenza.calls.loop_thread import LoopThread
 from tests.checkpoints import make_llama
 from tests.helpers.gateway.gateway import gateway
+from tests.helpers.marks import short_and_long
 from tests.helpers.models.chat_templates import HERMES, MISTRAL
 from tests.helpers.services import cadenza_services
 
@@ -44,6 +45,7 @@ MARKERS = {
     "mistral": ("[TOOL_CALLS]", "[ARGS]"),
 }
 STYLES = ("hermes", "qwen3_coder", "hermes-plain", "mistral", "mistral-list", "llama3_json", "pythonic")
+STRICT = ("hermes", "hermes-plain", "mistral")
 
 
 def add_markers(folder: Path, style: str) -> None:
@@ -109,7 +111,7 @@ def check(name: str, arguments: str) -> None:
     jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", short_and_long(STYLES, [each for each in STYLES if each not in STRICT[1:]]))
 def test_every_required_call_is_valid(urls, style):
     client = openai_client(urls[style])
     options = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": "required", "max_tokens": 130}
@@ -185,7 +187,7 @@ def test_a_named_tool_is_called_on_each_api(urls):
     assert behind > before
 
 
-@pytest.mark.parametrize("style", ["hermes", "hermes-plain", "mistral"])
+@pytest.mark.parametrize("style", STRICT)
 def test_strict_tools_hold_calls_alone_to_their_schemas(urls, style):
     """A bias makes the model write the marker now and then."""
     client = openai_client(urls[style])

@@ -23,7 +23,7 @@ RATES = r"est\. speed input: [\d.]+ toks/s, output: [\d.]+ toks/s\]"
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     model = make_llama(tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=300)
-    with LLM(model, num_gpu_blocks=64, max_model_len=64) as llm:
+    with LLM(model, num_threads=1, num_gpu_blocks=64, max_model_len=64) as llm:
         yield llm
 
 
@@ -32,7 +32,9 @@ def test_drafts_change_no_token(llm, tmp_path_factory):
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     expected = llm.generate([[5, 6, 7] * 4], params)[0].outputs[0].token_ids
     model = make_llama(tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=300)
-    with LLM(model, num_gpu_blocks=64, max_model_len=64, speculative="suffix", num_speculative_tokens=3) as drafting:
+    with LLM(
+        model, num_threads=1, num_gpu_blocks=64, max_model_len=64, speculative="suffix", num_speculative_tokens=3
+    ) as drafting:
         for most in (None, None, 0, 1):
             (output,) = drafting.generate([[5, 6, 7] * 4], params, speculation=most)
             assert output.outputs[0].token_ids == expected

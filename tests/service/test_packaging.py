@@ -198,6 +198,7 @@ def test_the_demo_needs_a_model_outside_the_repository(clean: CleanEnvironment) 
     served = clean.run("cadenza", "demo", "--model", ROOT / "models" / "cadenza-demo")
     assert served.returncode == 0, served.stderr
     assert "75" in served.stdout
+    assert "static batches" in served.stdout
 
 
 def test_a_missing_package_is_named_with_a_command_that_installs_it(clean: CleanEnvironment, tmp_path: Path) -> None:

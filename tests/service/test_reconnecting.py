@@ -145,7 +145,7 @@ async def test_the_blocking_client_goes_on_as_well(served: Served) -> None:
             client.model_info()
             return whole(list(client.stream(PROMPT, KINDS["samples"]))), flat(client.generate([PROMPT] * 3, params))
 
-    params = KINDS["logprobs"]
+    params = replace(KINDS["logprobs"], max_tokens=100)
     async with AsyncClient(served.running.target) as direct:
         wanted = whole(await stream(direct, KINDS["samples"])), flat(await direct.generate([PROMPT] * 3, params))
     assert await asyncio.to_thread(run) == wanted

@@ -16,14 +16,15 @@ from cadenza.v1 import generation_pb2_grpc, types_pb2
 from cadenza_common.wire.transport import channel_options
 from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.interpreter, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 
 @contextlib.asynccontextmanager
 async def started(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "scheduler_svc", "--listen", "127.0.0.1:0", "--skip-tokenizer-init", *arguments,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": ""},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment,
     )  # fmt: skip
     try:
         yield process
@@ -52,11 +53,12 @@ async def address_of(process):
 
 async def ended(process):
     """Exit code, and what is left on stderr."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(40):
         errors = (await process.stderr.read()).decode()
         return await process.wait(), errors
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize(("number", "options"), [(signal.SIGINT, ()), (signal.SIGTERM, ("--drain-timeout-s", "0"))])
 async def test_serves_until_a_signal(number, options):
     """Ctrl-C stops it at once, and SIGTERM too if it is not to drain."""
@@ -144,6 +146,7 @@ async def test_fenced_later():
         assert code == 3, errors
 
 
+@pytest.mark.interpreter
 async def test_taken_port():
     async with executor_served() as (_, target), started("--executor", target, "--listen", target) as process:
         code, errors = await ended(process)

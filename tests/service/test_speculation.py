@@ -196,17 +196,23 @@ def test_a_refusal_is_one_line_of_the_process(model: Path, tmp_path: Path) -> No
     assert "Traceback" not in ended.stderr
 
 
-def test_the_demo_with_its_draft_answers_the_same_in_fewer_steps() -> None:
-    def run(*options: str) -> tuple[set[str], str]:
-        program = [sys.executable, "-m", "cadenza", "demo", *options]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=True)
-        lines = done.stdout.splitlines()
-        return {line for line in lines if line.startswith("[")}, done.stdout
+def run_demo(*options: str) -> tuple[set[str], str]:
+    """Its answers, and all that it prints."""
+    program = [sys.executable, "-m", "cadenza", "demo", *options]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=True)
+    return {line for line in done.stdout.splitlines() if line.startswith("[")}, done.stdout
 
-    answers, plain = run()
-    same_answers, drafted = run("--speculative", "draft")
-    assert len(answers) == 10
+
+@pytest.mark.long
+def test_the_demo_with_its_draft_answers_the_same() -> None:
+    answers, plain = run_demo()
+    same_answers, _ = run_demo("--speculative", "draft")
     assert same_answers == answers
     assert "static batches" in plain
+
+
+def test_the_demo_with_its_draft_answers_in_fewer_steps() -> None:
+    answers, drafted = run_demo("--speculative", "draft")
+    assert len(answers) == 10
     (tokens_per_step,) = re.findall(r"drafts +([\d.]+) tokens of a sequence in a step", drafted)
     assert float(tokens_per_step) > 3

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=300, max_position_embeddings=16384)
 
 
-EXECUTOR = {"num_gpu_blocks": 5000, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+EXECUTOR = {"num_threads": 1, "num_gpu_blocks": 5000, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 SCHEDULER = {"max_queued_requests": 8}
 
 

@@ -114,4 +114,4 @@ def test_a_long_call_costs_as_much_as_its_length(tools):
         return spent
 
     seconds(1000)
-    assert seconds(32_000) < 40 * seconds(4_000)
+    assert seconds(16_000) < 40 * seconds(2_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -77,14 +78,15 @@ def written(tools: str, calls: list, draw) -> list[str]:
 
 
 def tokens_of(texts: list[str], style: str, skips: bool, draw) -> list[Token]:
-    """The tokens: markers are one each, unless they are plain; all other text is cut anywhere."""
+    """The tokens: markers are one each, unless they are plain; all other text is cut into sizes that take turns."""
     tokens = []
+    sizes = itertools.cycle(draw(st.lists(st.integers(1, 6), min_size=1, max_size=8)))  # one draw for each is dear
     for text in texts:
         if text in IDS and style != "plain":
             tokens.append(Token(text, IDS[text], is_hidden=skips and style == "special"))
             continue
         while text:
-            size = draw(st.integers(1, max(1, min(len(text), 6))))
+            size = next(sizes)
             tokens.append(Token(text[:size]))
             text = text[size:]
     return tokens
@@ -264,7 +266,7 @@ def test_tokens_behind_the_text_are_known():
 def test_a_continued_answer_is_read_from_where_it_is(reasoning, style, turn, output, thought, content):
     opening = opening_of_turn(turn, "<think>", "</think>")
     assert opening is not None
-    tokens = tokens_of([text for text in re.split("(</?think>)", output) if text], style, False, lambda _: 1)
+    tokens = tokens_of([text for text in re.split("(</?think>)", output) if text], style, False, lambda _: [1])
     reading = Reading(formats("hermes", style, reasoning), opening=opening)
     message = read_output(reading, whole(tokens), [])
     assert (message.thought, message.content) == (thought, content)

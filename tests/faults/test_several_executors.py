@@ -85,6 +85,8 @@ async def test_a_killed_executor_costs_no_token(executors: list[RollingService],
         await load.more(200)
         await executors[0].start()
         seen = await load.finished()
+        await service.until([one, two])
+        assert await ClientLoad(front.address, MAX_TOKENS, NUM_REQUESTS).finished() == seen
         infos = await service.infos()
         assert [info.index for info in infos] == [0, 1]
         assert all(info.num_output_tokens for info in infos)

@@ -25,8 +25,10 @@ SERVED: dict[str, dict[str, Any]] = {
         "num_gpu_blocks": 34, "block_size": 8, "num_cpu_blocks": 200,
         "scheduler": {"preemption": "swap", "max_inflight_plans": 4},
     },
-    "dynamic": {  # What is reserved is never fought over, few blocks as there are.
-        "num_gpu_blocks": 34, "block_size": 8,
+    # What is reserved is never fought over, but for the copies that a fork makes of its prompt's last block, which are
+    # reserved until another request joins: 34 blocks are two too few.
+    "dynamic": {
+        "num_gpu_blocks": 40, "block_size": 8,
         "scheduler": {"batching": "dynamic", "batch_size": 6, "batch_window_ms": 20, "order": "sjf"},
     },
     "n-gram drafts": {"num_gpu_blocks": 600, "max_num_seqs": 100, "speculative": "ngram", "num_speculative_tokens": 3},

@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 MAX_GROWTH_MB = 10.0
 
 
+@pytest.mark.long
 async def test_memory_does_not_grow_with_cancelled_requests() -> None:
     """One prompt in four has 8,000 tokens: kept, they would take 25 MB and more."""
     found = await measure(400, long_every=4, warm_up=200)

@@ -230,6 +230,7 @@ def other_weights(factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["vocabulary", "weights"],
 )
+@pytest.mark.long
 def test_another_model_ends_the_streams_and_is_served(
     processes: Processes, model: Path, make: Any, message: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -52,6 +52,7 @@ async def shared_memory_tokens(model: Path) -> list[dict[int, Seen]]:
     return SHARED_MEMORY
 
 
+@pytest.mark.long
 async def test_a_cable_is_pulled_under_a_load_and_no_token_is_lost(
     model: Path, hosts: TwoHosts, tmp_path: Path
 ) -> None:

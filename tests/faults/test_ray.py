@@ -29,7 +29,7 @@ from tests.helpers.service_process import service_process
 from tests.helpers.service_scripts import until
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: the extra ray"),
 ]

@@ -150,6 +150,7 @@ def test_requests_wait_until_their_deadlines_while_the_executor_cannot_start(mod
     assert any("the executor is back" in event for event in events)
 
 
+@pytest.mark.long
 def test_llm_raises_after_five_deaths_without_progress(model: Path, costs: Path) -> None:
     """The script's call ends with the service's own error, and so does the next one."""
     with LLM(model, simulate=str(costs), use_tqdm_on_load=False) as llm:

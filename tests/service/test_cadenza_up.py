@@ -111,6 +111,7 @@ def mib(text: str, of: str) -> float:
 
 
 @pytest.mark.interpreter  # a fork's memory is its server's too, and is given back
+@pytest.mark.long
 def test_what_is_chosen_is_printed_also_by_an_executor_that_came_back(tmp_path):
     """Left to itself: the checkpoint's data type, all cores, the blocks that 64 sequences could use."""
     model = make_llama(tmp_path / "model", dtype=torch.bfloat16, tokenizer=True, vocab_size=300)

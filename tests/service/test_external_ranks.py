@@ -101,6 +101,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("again", short_and_long([False, True], [False]))
+@pytest.mark.long
 async def test_torchrun_starts_ranks_and_starts_them_again(model: Path, again: bool) -> None:
     """With its own store at MASTER_PORT. Of a rank that is killed it makes a new group, and the load goes on."""
     address = new_address()

@@ -14,7 +14,7 @@ from tests.helpers.examples import run
 from tests.helpers.machine.node_packages import need_node, with_packages
 from tests.helpers.paths import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 ASKED = {"model": "demo", "question": "What is 27 + 48?", "prompt": "12+34=", "max_tokens": 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 

@@ -24,6 +24,7 @@ def server() -> Iterator[str]:
         yield services.target
 
 
+@pytest.mark.long
 def test_a_sweep_from_load_to_report(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, page = tmp_path / "out" / "result.json", tmp_path / "report.html"
     arguments = f"--target {server} --sweep request-rate=50,200 --num-requests 12 --repetitions 2 --slo ttft=1 --seed 7"

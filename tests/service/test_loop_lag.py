@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from cadenza.v1 import execution_pb2 as execution
 from cadenza.v1 import generation_pb2 as pb
@@ -84,6 +85,7 @@ def bursts(rng: random.Random) -> list[Case]:
     return [Case(name, "Session", session([(part, sampling)] * count)) for name, count, part, sampling in parts]
 
 
+@pytest.mark.long
 async def test_a_fuzz_of_requests_holds_no_loop(tmp_path: Path) -> None:
     hf_byte_level().save_pretrained(tmp_path)
     rng = random.Random(20)

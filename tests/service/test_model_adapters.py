@@ -92,6 +92,7 @@ async def test_tokens_are_those_of_peft(family: str, tmp_path: Path) -> None:
     assert len({tuple(each) for each in tokens(found)}) > 3 * len(PROMPTS)
 
 
+@pytest.mark.long
 async def test_unloads_and_reloads_under_load_lose_nothing(
     model: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:

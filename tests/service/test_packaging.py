@@ -57,6 +57,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
     return CleanEnvironment(folder / "venv", wheel, printed)
 
 
+@pytest.mark.long
 def test_make_wheel_prints_the_wheel_and_the_line_that_installs_it(clean: CleanEnvironment) -> None:
     first, *_, last = clean.printed.splitlines()
     assert first == str(clean.wheel)
@@ -190,6 +191,7 @@ def test_the_lines_for_the_cpu_build_of_torch_are_those_of_the_extra(clean: Clea
     assert [Requirement(line).specifier for line in lines] == [torch.specifier] * len(lines)
 
 
+@pytest.mark.long
 def test_the_demo_needs_a_model_outside_the_repository(clean: CleanEnvironment) -> None:
     refused = clean.run("cadenza", "demo")
     assert refused.returncode == 2
@@ -201,6 +203,7 @@ def test_the_demo_needs_a_model_outside_the_repository(clean: CleanEnvironment) 
     assert "static batches" in served.stdout
 
 
+@pytest.mark.long
 def test_a_missing_package_is_named_with_a_command_that_installs_it(clean: CleanEnvironment, tmp_path: Path) -> None:
     """In an environment with the wheel alone, without what it requires."""
     install_wheel(clean.wheel, tmp_path)

@@ -34,6 +34,7 @@ def _processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         each.stop()
 
 
+@pytest.mark.long
 def test_two_ranks_give_the_same_results_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With swaps, samples, beams, drafts, logprobs, and an executor that is lost."""
     model = make_llama(tmp_path / "model", tokenizer=True, vocab_size=300, max_position_embeddings=2048)

@@ -120,6 +120,7 @@ def nucleus(x: torch.Tensor, top_p: float) -> torch.Tensor:
     return keep(x, order[p.cumsum(0) - p < top_p])
 
 
+@pytest.mark.long
 async def test_tokens_are_drawn_with_the_exact_probabilities(reference: Reference) -> None:
     """400 seeds each, fixed; chi-square at 1e-4, tokens expected less than 5 times put together."""
     logits = reference.logits(PROMPT)[-1]

@@ -52,6 +52,7 @@ needs_avx2 = pytest.mark.skipif("avx2" not in ISAS, reason="this processor has n
 @needs_avx2
 @pytest.mark.slow
 @pytest.mark.parametrize("other", short_and_long(["without AVX-512", "without FMA"], ["without FMA"]))
+@pytest.mark.long
 def test_processors_of_one_isa_agree(tmp_path: Path, other: str) -> None:
     folder = make_llama(tmp_path / "model")
     running = {

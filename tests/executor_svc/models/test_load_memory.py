@@ -72,6 +72,7 @@ def test_the_peak_is_hardly_more_than_what_stays(tmp_path: Path, load_format: st
     assert peak <= 1.15 * stays
 
 
+@pytest.mark.long
 def test_a_tied_table_is_held_once_through_transformers(tmp_path: Path) -> None:
     _save_gpt2(tmp_path)
     weight_bytes, stays, _ = _load(tmp_path, "dummy", "fast")

@@ -37,8 +37,8 @@ from cadenza_launcher.services.options import (
     route_options,
 )
 from cadenza_launcher.services.ports import metrics_ports, scheduler_address
-from cadenza_launcher.services.supervision import end_supervision, start_all, start_watching, stop
 from cadenza_launcher.services.supervised_service import RestartPolicy
+from cadenza_launcher.services.supervision import end_supervision, start_all, start_watching, stop
 from gateway_svc.page_starter import PAGE_TOKEN, page_environment
 
 _logger = logging.getLogger("cadenza.local")

@@ -15,8 +15,8 @@ from cadenza_common.metrics.families import Definition
 from executor_svc.service import metrics as executor
 from gateway_svc import metrics as gateway
 from scheduler_svc.engine import faults
-from scheduler_svc.engine.gauges import GAUGES
 from scheduler_svc.metrics import definitions as scheduler
+from scheduler_svc.plan_loop.gauges import GAUGES
 
 PAGE = Path(__file__).with_name("metrics.md")
 

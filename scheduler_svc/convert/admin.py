@@ -9,7 +9,8 @@ from cadenza.v1 import execution_pb2
 from cadenza_common.serving.slices import SLICE_ITEMS, Work
 from scheduler_svc.core.adapters.lane_adapters import AdapterState
 from scheduler_svc.engine.adapters.adapters import NamedAdapter
-from scheduler_svc.plan_loop.ports import ExecutorState, Load, SequenceBlockTable, StepRecord
+from scheduler_svc.plan_loop.gauges import Load
+from scheduler_svc.plan_loop.ports import ExecutorState, SequenceBlockTable, StepRecord
 
 _COLUMNS = 6
 """Of a record: values for each of its sequences."""

@@ -17,7 +17,8 @@ from scheduler_svc.engine.faults import Faults
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import OutputChunk, SampleChunk
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
-from scheduler_svc.plan_loop.ports import ExecutorState, Load
+from scheduler_svc.plan_loop.gauges import Load
+from scheduler_svc.plan_loop.ports import ExecutorState
 from scheduler_svc.requests.fields import OutputMode, PromptFields, RequestFields
 from scheduler_svc.requests.sampling_fields import DEFAULTS, FIELD_RULES, EarlyStopping, SamplingFields
 from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant

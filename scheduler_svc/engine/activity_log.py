@@ -11,7 +11,7 @@ from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
-from scheduler_svc.plan_loop.ports import Load
+from scheduler_svc.plan_loop.gauges import Load
 
 _LOG = logging.getLogger(__name__)
 _FAILED_ALONE = FinishDetail.NON_FINITE_LOGITS

@@ -27,7 +27,6 @@ from scheduler_svc.engine.deadlines import Deadlines
 from scheduler_svc.engine.faults import FaultKind, Faults
 from scheduler_svc.engine.fleet.executor_set import ExecutorSet
 from scheduler_svc.engine.freed_memory import FreedMemory, release_finished
-from scheduler_svc.engine.gauges import current_load, num_queued
 from scheduler_svc.engine.journal import Journal, NoJournal
 from scheduler_svc.engine.kept_requests import KeptRequests
 from scheduler_svc.engine.kv_events.hub import KvEvents
@@ -41,12 +40,12 @@ from scheduler_svc.engine.step_watch import StepRecordWatch
 from scheduler_svc.engine.tracing.request_traces import request_traces
 from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.plan_loop.clock import Clock
+from scheduler_svc.plan_loop.gauges import Load, current_load, num_queued
 from scheduler_svc.plan_loop.ports import (
     Connect,
     EngineRequest,
     ExecutorFencedError,
     ExecutorState,
-    Load,
     ModelDescription,
     SequenceBlockTable,
 )

@@ -7,8 +7,8 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.types import RequestKey, SequenceState
-from scheduler_svc.engine.gauges import num_queued
-from scheduler_svc.plan_loop.ports import Load, SequenceBlockTable
+from scheduler_svc.plan_loop.gauges import Load, num_queued
+from scheduler_svc.plan_loop.ports import SequenceBlockTable
 
 
 def step_load(core: Scheduler) -> Load:

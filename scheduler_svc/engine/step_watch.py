@@ -15,7 +15,8 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.results import context_lens
-from scheduler_svc.plan_loop.ports import Load, StepRecord
+from scheduler_svc.plan_loop.gauges import Load
+from scheduler_svc.plan_loop.ports import StepRecord
 
 _MAX_RECORDS = 4096
 _MAX_AT_ONCE = 64

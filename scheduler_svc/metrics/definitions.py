@@ -1,11 +1,31 @@
-"""The scheduler's metric families. docs/metrics.md is made from these: change them, then `make docs`."""
+"""The scheduler's metric families. docs/metrics.md is made from these: change them, then `make docs`.
+
+Those that show a gauge as it is stand in its row (`plan_loop/gauges.py`).
+"""
 
 from __future__ import annotations
 
 from cadenza_common.metrics.common import LISTENER_DEFINITIONS, LOOP_DEFINITIONS
 from cadenza_common.metrics.families import Definition, Kind
+from scheduler_svc.plan_loop.gauges import GAUGES, Gauge
 
 _ENGINE = ("model_name", "engine")
+_TENANT, _LANE = ("tenant",), ("executor",)
+
+
+def _of_gauge(gauge: Gauge, name: str) -> Definition:
+    labels = _ENGINE if name.startswith("vllm:") else _LANE if name.startswith("cadenza_lane_") else ()
+    kind: Kind = "gauge" if gauge.of_counts is None else "counter"
+    return Definition(name, kind, gauge.unit, gauge.families[name], labels)
+
+
+GAUGE_FAMILIES = tuple((gauge, _of_gauge(gauge, name)) for gauge in GAUGES for name in gauge.families)
+
+
+def _ordered(labels: tuple[str, ...], *entries: Definition | str) -> tuple[Definition, ...]:
+    """The entries, with a gauge's family in place of its name; then the other gauges' families with these labels."""
+    rest = {family.name: family for _, family in GAUGE_FAMILIES if family.labels == labels}
+    return (*(rest.pop(each) if isinstance(each, str) else each for each in entries), *rest.values())
 
 
 def _vllm(kind: Kind, unit: str, names: str, meaning: str, labels: tuple[str, ...] = ()) -> tuple[Definition, ...]:
@@ -13,8 +33,9 @@ def _vllm(kind: Kind, unit: str, names: str, meaning: str, labels: tuple[str, ..
     return tuple(Definition(f"vllm:{name}", kind, unit, meaning, (*_ENGINE, *labels)) for name in names.split())
 
 
-VLLM_DEFINITIONS = (
-    *_vllm("gauge", "requests", "num_requests_running", "Requests with a sequence that runs."),
+VLLM_DEFINITIONS = _ordered(
+    _ENGINE,
+    "vllm:num_requests_running",
     *_vllm("gauge", "requests", "num_requests_waiting", "Requests that wait, those that were preempted included."),
     *_vllm(
         "gauge", "requests", "num_requests_waiting_by_reason",
@@ -25,16 +46,15 @@ VLLM_DEFINITIONS = (
         "gauge", "share", "kv_cache_usage_perc gpu_cache_usage_perc",
         "Used device blocks of all executors, 0 to 1. Cached blocks without holders are free.",
     ),
-    *_vllm(
-        "counter", "tokens", "prefix_cache_queries_total gpu_prefix_cache_queries_total",
-        "Tokens of admitted sequences that were looked up in the prefix cache.",
-    ),
-    *_vllm("counter", "tokens", "prefix_cache_hits_total gpu_prefix_cache_hits_total", "Those that were found."),
+    "vllm:prefix_cache_queries_total",
+    "vllm:gpu_prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:gpu_prefix_cache_hits_total",
     *_vllm("gauge", "share", "gpu_prefix_cache_hit_rate", "Hits divided by queries, since the start."),
-    *_vllm("counter", "preemptions", "num_preemptions_total", "Preemptions."),
+    "vllm:num_preemptions_total",
     *_vllm("counter", "tokens", "prompt_tokens_total", "Prompt tokens of requests that have their first token."),
     *_vllm("counter", "tokens", "prompt_tokens_cached_total", "Those that came from the prefix cache."),
-    *_vllm("counter", "tokens", "generation_tokens_total", "Output tokens."),
+    "vllm:generation_tokens_total",
     *_vllm(
         "counter", "sequences", "spec_decode_num_drafts_total",
         "Speculative decoding: sequences that had drafts, one for each step.",
@@ -86,7 +106,6 @@ VLLM_DEFINITIONS = (
     ),
 )  # fmt: skip
 
-_TENANT, _LANE = ("tenant",), ("executor",)
 TENANT_DEFINITIONS = (
     Definition("cadenza_requests_admitted_total", "counter", "requests", "Requests that were admitted.", _TENANT),
     Definition(
@@ -124,7 +143,8 @@ TENANT_DEFINITIONS = (
     Definition("cadenza_queue_time_seconds", "histogram", "seconds", "From arrival to the first step.", _TENANT),
     Definition("cadenza_request_time_seconds", "histogram", "seconds", "From arrival to the end.", _TENANT),
 )  # fmt: skip
-LANE_DEFINITIONS = (
+LANE_DEFINITIONS = _ordered(
+    _LANE,
     Definition("cadenza_lane_serving", "gauge", "0 or 1", "Whether the executor takes requests now.", _LANE),
     Definition("cadenza_lane_stalled_seconds", "gauge", "seconds", "For how long its step has hung.", _LANE),
     Definition("cadenza_lane_inflight_plans", "gauge", "plans", "Plans without a result.", _LANE),
@@ -137,11 +157,11 @@ LANE_DEFINITIONS = (
         "KV blocks by tier (device, host) and state (used, cached: without holders, free: empty).",
         ("executor", "tier", "state"),
     ),
-    Definition("cadenza_lane_stored_tokens", "gauge", "tokens", "Tokens whose KV running sequences use.", _LANE),
+    "cadenza_lane_stored_tokens",
     Definition("cadenza_lane_resident_bytes", "gauge", "bytes", "Memory of its process; 0: unknown.", _LANE),
     Definition("cadenza_lane_sessions_ended_total", "counter", "sessions", "Sessions with it that ended.", _LANE),
-    Definition("cadenza_lane_steps_total", "counter", "steps", "Steps planned.", _LANE),
-    Definition("cadenza_lane_output_tokens_total", "counter", "tokens", "Output tokens.", _LANE),
+    "cadenza_lane_steps_total",
+    "cadenza_lane_output_tokens_total",
     Definition(
         "cadenza_lane_computed_prompt_tokens_total", "counter", "tokens",
         "Prompt tokens computed, those that were computed again included.", _LANE,
@@ -150,7 +170,7 @@ LANE_DEFINITIONS = (
         "cadenza_lane_preemptions_total", "counter", "preemptions",
         "Preemptions by kind: recompute discards the KV, swap moves it to the host.", ("executor", "kind"),
     ),
-    Definition("cadenza_lane_prefix_queried_tokens_total", "counter", "tokens", "Tokens looked up.", _LANE),
+    "cadenza_lane_prefix_queried_tokens_total",
     Definition(
         "cadenza_lane_prefix_hit_tokens_total", "counter", "tokens", "Tokens found, by tier.", ("executor", "tier")
     ),
@@ -212,7 +232,8 @@ LANE_DEFINITIONS = (
     Definition("cadenza_lane_step_sequences", "histogram", "sequences", "Sequences in a step.", _LANE),
     Definition("cadenza_lane_plan_bytes", "histogram", "bytes", "Size of a plan on the wire.", _LANE),
 )  # fmt: skip
-SERVICE_DEFINITIONS = (
+SERVICE_DEFINITIONS = _ordered(
+    (),
     Definition("cadenza_healthy", "gauge", "0 or 1", "Whether health says SERVING."),
     Definition("cadenza_draining", "gauge", "0 or 1", "Whether new requests are refused until a resume."),
     Definition("cadenza_journal_writable", "gauge", "0 or 1", "Whether the journal can be written; 1 without one."),

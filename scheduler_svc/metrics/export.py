@@ -11,7 +11,7 @@ from cadenza_common.metrics.histogram import Histogram, sum_of
 from scheduler_svc.core.lanes.lane_counts import DraftCounts
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.metrics import buckets
-from scheduler_svc.metrics.definitions import DEFINITIONS
+from scheduler_svc.metrics.definitions import DEFINITIONS, GAUGE_FAMILIES
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
 from scheduler_svc.metrics.request_numbers import FAILED, TenantNumbers
 from scheduler_svc.metrics.snapshot import ScrapeSnapshot
@@ -44,7 +44,9 @@ def scrape(snapshot: ScrapeSnapshot) -> Scrape:
         _add_tenant_load(result, load)
     for state in snapshot.executors:
         _add_state(result, state)
-    for target, lane in _by_target(snapshot.lanes).items():
+    lanes = _by_target(snapshot.lanes)
+    _add_gauges(result, snapshot, lanes)
+    for target, lane in lanes.items():
         _add_lane(result, target, lane)
     sizes: dict[str, list[Histogram]] = {}
     for target, plan_bytes in snapshot.service.plan_bytes:
@@ -67,27 +69,42 @@ def _by_target(lanes: Iterable[LaneNumbers]) -> dict[str, LaneNumbers]:
     return found
 
 
+def _engine(snapshot: ScrapeSnapshot) -> tuple[str, str]:
+    """The values of vLLM's labels."""
+    model = snapshot.service.model
+    return "" if model is None else model.name, _ENGINE
+
+
+def _add_gauges(result: Scrape, snapshot: ScrapeSnapshot, lanes: dict[str, LaneNumbers]) -> None:
+    """The families that show a gauge as it is. Counts of an executor outlive it, what is true of it now does not."""
+    engine = _engine(snapshot)
+    for gauge, family in GAUGE_FAMILIES:
+        if "executor" not in family.labels:
+            result.add(family.name, getattr(snapshot.load, gauge.name), *(engine if family.labels else ()))
+        elif gauge.of_counts is None:
+            for state in snapshot.executors:
+                result.add(family.name, getattr(state.load, gauge.name), state.target)
+        else:
+            for target, lane in lanes.items():
+                result.add(family.name, gauge.of_counts(lane.counts), target)
+
+
 def _add_vllm(result: Scrape, snapshot: ScrapeSnapshot) -> None:
     model, load, tenants = snapshot.service.model, snapshot.load, snapshot.tenants.values()
-    engine = ("" if model is None else model.name, _ENGINE)
+    engine = _engine(snapshot)
 
     def add(names: str, value: float, *labels: str) -> None:
         for name in names.split():
             result.add(f"vllm:{name}", value, *engine, *labels)
 
     num_waiting = load.num_waiting + load.num_swapped
-    add("num_requests_running", load.num_running)
     add("num_requests_waiting", num_waiting)
     serves = any(_is_serving(state) for state in snapshot.executors)
     add("num_requests_waiting_by_reason", num_waiting if serves else 0, "capacity")
     add("num_requests_waiting_by_reason", 0 if serves else num_waiting, "deferred")
     usage = load.num_used_device_blocks / load.num_device_blocks if load.num_device_blocks else 0.0
     add("kv_cache_usage_perc gpu_cache_usage_perc", usage)
-    add("prefix_cache_queries_total gpu_prefix_cache_queries_total", load.num_prefix_queries)
-    add("prefix_cache_hits_total gpu_prefix_cache_hits_total", load.num_prefix_hits)
     add("gpu_prefix_cache_hit_rate", load.num_prefix_hits / load.num_prefix_queries if load.num_prefix_queries else 0.0)
-    add("num_preemptions_total", load.num_preemptions)
-    add("generation_tokens_total", load.num_output_tokens)
     add("prompt_tokens_total", sum(each.num_prompt_tokens for each in tenants))
     add("prompt_tokens_cached_total", sum(each.num_cached_tokens for each in tenants))
     ends, rejections = Counter(dict.fromkeys(_COUNTED, 0)), Counter({_QUEUE_LIMIT: 0})
@@ -224,7 +241,6 @@ def _add_state(result: Scrape, state: ExecutorState) -> None:
         states = {"used": num_used, "cached": num_cached, "free": num_blocks - num_used - num_cached}
         for name, count in states.items():
             result.add("cadenza_lane_kv_blocks", count, target, tier, name)
-    result.add("cadenza_lane_stored_tokens", load.num_stored_tokens, target)
     result.add("cadenza_lane_resident_bytes", state.resident_bytes, target)
     result.add("cadenza_lane_adapters", state.num_loaded_adapters, target, "loaded")
     result.add("cadenza_lane_adapters", state.num_loading_adapters, target, "loading")
@@ -238,12 +254,9 @@ def _add_lane(result: Scrape, target: str, lane: LaneNumbers) -> None:
         result.add(f"cadenza_lane_{name}_total", value, target, *labels)
 
     add("sessions_ended", lane.num_sessions_ended)
-    add("steps", counts.num_steps)
-    add("output_tokens", counts.num_output_tokens)
     add("computed_prompt_tokens", lane.num_prompt_tokens)
     add("preemptions", counts.num_preemptions - counts.num_swap_preemptions, "recompute")
     add("preemptions", counts.num_swap_preemptions, "swap")
-    add("prefix_queried_tokens", prefixes.num_queried)
     add("prefix_hit_tokens", prefixes.num_hits - prefixes.num_host_hits, "device")
     add("prefix_hit_tokens", prefixes.num_host_hits, "host")
     for position, (num_drafted, num_accepted) in enumerate(

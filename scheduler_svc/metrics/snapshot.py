@@ -12,7 +12,8 @@ from cadenza_common.metrics.listener_counts import ListenerCounts
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
 from scheduler_svc.metrics.numbers import EngineNumbers
 from scheduler_svc.metrics.request_numbers import TenantNumbers
-from scheduler_svc.plan_loop.ports import ExecutorState, Load, ModelDescription
+from scheduler_svc.plan_loop.gauges import Load
+from scheduler_svc.plan_loop.ports import ExecutorState, ModelDescription
 from scheduler_svc.tenants.quotas import TenantLoad
 
 

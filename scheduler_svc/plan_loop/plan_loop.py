@@ -23,6 +23,7 @@ from scheduler_svc.core.scheduler import Scheduler, check_limits
 from scheduler_svc.core.types import SessionEnd
 from scheduler_svc.plan_loop.clock import Clock
 from scheduler_svc.plan_loop.fleet_model import executor_spec
+from scheduler_svc.plan_loop.gauges import Load
 from scheduler_svc.plan_loop.listener import PlanLoopListener
 from scheduler_svc.plan_loop.model_change import ModelRefusedError
 from scheduler_svc.plan_loop.opening import open_session
@@ -33,7 +34,6 @@ from scheduler_svc.plan_loop.ports import (
     ExecutorPort,
     ExecutorState,
     ExecutorStoppedError,
-    Load,
     ModelDescription,
     PlanStream,
 )

@@ -11,6 +11,7 @@ from cadenza_common.plan.result import StepResult
 from cadenza_common.telemetry.trace_context import TraceContext
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.core.types import RequestSpec
+from scheduler_svc.plan_loop.gauges import Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,34 +236,6 @@ class RequestCounts:
 
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The state of queues and memory; names as in SchedulerLoad."""
-
-    num_waiting: int = 0
-    num_running: int = 0
-    num_swapped: int = 0
-    num_device_blocks: int = 0
-    num_used_device_blocks: int = 0
-    num_cached_device_blocks: int = 0
-    num_host_blocks: int = 0
-    num_used_host_blocks: int = 0
-    num_stored_tokens: int = 0
-    num_unused_slots: int = 0
-    num_reserved_slots: int = 0
-    num_used_slots: int = 0
-    num_steps: int = 0
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
-    num_shared_block_refs: int = 0
-    num_cached_host_blocks: int = 0
-    num_prefix_host_hits: int = 0
-    num_drafts: int = 0
-    num_accepted_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

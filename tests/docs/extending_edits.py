@@ -129,29 +129,17 @@ METRIC: Edits = {
             "  uint32 num_free_device_blocks = 25;",
         ),
     ],
-    "scheduler_svc/plan_loop/ports.py": [
-        _after("    num_drafts: int = 0\n    num_accepted_drafts: int = 0", "    num_free_device_blocks: int = 0"),
-    ],
-    "scheduler_svc/engine/gauges.py": [
+    "scheduler_svc/plan_loop/gauges.py": [
         _before(
-            '    Gauge("num_host_blocks", ',
-            '    Gauge("num_free_device_blocks", "blocks", "Are free.", lambda _, lane: lane.blocks.num_free),',
+            "    num_host_blocks: int = _gauge(",
+            "    num_free_device_blocks: int = _gauge(",
+            '        "blocks", "Are free.", lambda _, lane: lane.blocks.num_free,',
+            '        families={"cadenza_free_device_blocks": "Device KV blocks that nobody holds."},',
+            "    )",
         ),
     ],
     "client/cadenza/info.py": [
         _before("    num_fragmented_slots: int", "    num_free_device_blocks: int"),
-    ],
-    "scheduler_svc/metrics/definitions.py": [
-        _before(
-            '    Definition("cadenza_uptime_seconds"',
-            '    Definition("cadenza_free_device_blocks", "gauge", "blocks", "Device KV blocks that nobody holds."),',
-        ),
-    ],
-    "scheduler_svc/metrics/export.py": [
-        _before(
-            '        "uptime_seconds": snapshot.uptime_s,',
-            '        "free_device_blocks": snapshot.load.num_free_device_blocks,',
-        ),
     ],
     "cadenza_cli/top/details.py": [
         _after(

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.engine.gauges import lane_load
 from scheduler_svc.engine.request_trace import ExecutorIdentity
 from scheduler_svc.plan_loop.clock import Clock, ScheduledCall
+from scheduler_svc.plan_loop.gauges import Load, lane_load
 from scheduler_svc.plan_loop.plan_loop import PlanLoop
-from scheduler_svc.plan_loop.ports import ExecutorPort, ExecutorState, Load
+from scheduler_svc.plan_loop.ports import ExecutorPort, ExecutorState
 
 _REFUSED_FOR_S = 5.0
 """A refusal is repeated at least so often while it is true: a refused executor is described again every second, and a

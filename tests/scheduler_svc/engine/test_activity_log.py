@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.activity_log import figures_line
-from scheduler_svc.plan_loop.ports import Load
+from scheduler_svc.plan_loop.gauges import Load
 from tests.helpers.scheduler.virtual_engine import STEP_S, started
 
 LOGGER = "scheduler_svc.engine.activity_log"

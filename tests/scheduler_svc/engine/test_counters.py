@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from scheduler_svc.core.policies.policies import Policies
-from scheduler_svc.plan_loop.ports import Load, ModelDescription
+from scheduler_svc.plan_loop.gauges import Load
+from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.scheduler.fake_clock import TimedExecutor
 from tests.helpers.scheduler.virtual_engine import MODEL, STEP_S, World, started
 

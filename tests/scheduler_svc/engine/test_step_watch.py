@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 
 from cadenza_common.plan.result import StepResult
-from scheduler_svc.engine.gauges import current_load
 from scheduler_svc.engine.lane_views import step_load
 from scheduler_svc.engine.step_watch import StepRecordWatch
+from scheduler_svc.plan_loop.gauges import current_load
 from scheduler_svc.plan_loop.ports import StepRecord
 from tests.helpers.core.core_bench import Bench
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 import pytest
 from prometheus_client.samples import Sample
 
-from cadenza_common.metrics.histogram import Histogram
-from cadenza_common.metrics.listener_counts import ListenerCounts
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult, StepTimings
 from scheduler_svc.convert import generation
@@ -20,15 +18,15 @@ from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.engine.step_watch import StepRecorder, StepRecordWatch
 from scheduler_svc.metrics.draft_gain import DraftGain
-from scheduler_svc.metrics.export import scrape
 from scheduler_svc.metrics.lane_numbers import LaneNumbers
-from scheduler_svc.metrics.snapshot import ServiceFigures, take_snapshot
-from scheduler_svc.plan_loop.ports import EngineRequest, Load, StepRecord
+from scheduler_svc.plan_loop.gauges import Load
+from scheduler_svc.plan_loop.ports import EngineRequest, StepRecord
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.core_executor import CoreExecutor
 from tests.helpers.core.core_sampling import core_sampling
 from tests.helpers.core.known import VOCAB_SIZE
 from tests.helpers.scheduler.fake_clock import TimedExecutor
+from tests.helpers.scheduler.scraped import samples
 from tests.helpers.scheduler.virtual_engine import MODEL, STEP_S, World, started
 
 
@@ -204,16 +202,6 @@ def submit(world: World, request_id: str, max_tokens: int, max_drafts: int | Non
     world.engine.submit(EngineRequest(spec))
 
 
-def samples(world: World) -> dict[str, list[Sample]]:
-    """What a scrape exports, by family."""
-    service = ServiceFigures(
-        model=DRAFTING, journal_writable=True, num_streams=0, num_kept_bytes=0, prefix_caching=False, wall_time_s=0.0,
-        listener=ListenerCounts(), loop_lag=Histogram((1.0,)), max_loop_lag_s=0.0, plan_bytes=(),
-    )  # fmt: skip
-    families = scrape(take_snapshot(world.engine, service)).families()
-    return {sample.name: list(family.samples) for family in families for sample in family.samples}
-
-
 def value(found: dict[str, list[Sample]], name: str) -> float:
     return sum(sample.value for sample in found[name])
 
@@ -223,14 +211,14 @@ async def test_a_scrape_and_the_server_info_have_the_same_counts() -> None:
         for index in range(3):
             submit(world, f"a{index}", 60, max_drafts=0)
         await world.clock.advance(100 * STEP_S)
-        empty = samples(world)
+        empty = samples(world.engine)
         for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
             assert value(empty, f"vllm:spec_decode_{name}_total") == 0
         for index in range(3):
             submit(world, f"b{index}", 60)
         await world.clock.advance(100 * STEP_S)
         assert not world.core.groups
-        counts, found = world.core.counts.drafts, samples(world)
+        counts, found = world.core.counts.drafts, samples(world.engine)
         assert counts.num_drafts > counts.num_accepted > 0
         load, (state,) = generation.load(world.engine.load(), num_client_tasks=0), world.engine.executor_infos()
         for each in (load, generation.executor_info(state)):

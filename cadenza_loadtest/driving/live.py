@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,11 +148,3 @@ class Recorder:
             adapter=np.array(self._adapters, np.str_)[order],
             gap_s=np.concatenate([gaps[place] for place in order]) if gaps else np.zeros(0, np.float32),
         )
-
-
-def collect(requests: Iterable[RequestInFlight], start_s: float) -> RequestColumns:
-    """Columns of requests that have ended, by index; times in seconds since `start_s`."""
-    recorder = Recorder()
-    for live in requests:
-        recorder.add(live)
-    return recorder.columns(start_s)

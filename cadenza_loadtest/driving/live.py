@@ -16,6 +16,8 @@ CANCELLED = "CANCELLED"
 """The run ended before the request."""
 TIMEOUT = "TIMEOUT"
 """The request took longer than the client's limit and was aborted."""
+INCOMPLETE = "INCOMPLETE"
+"""The stream ended before the answer was complete."""
 SKIPPED = "SKIPPED"
 """A later turn of a session whose previous turn failed: it was never sent."""
 

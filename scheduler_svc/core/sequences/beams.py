@@ -22,11 +22,9 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 from cadenza_common.plan.result import Candidates
+from cadenza_common.plan.sampling import MAX_CANDIDATES
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail
-
-MAX_CANDIDATES = 256
-"""Maximum number of candidates per beam that an executor returns: see execution.proto."""
 
 
 @dataclass(frozen=True, slots=True)

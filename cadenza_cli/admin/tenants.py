@@ -106,7 +106,7 @@ def revoke(
 ) -> None:
     """Take a token away: new requests with it are refused, and running ones go on to their end."""
     gone = _editor(file).revoke(name, prefix)
-    sys.stdout.write(f"{name} has the token {_short(gone)} no more\n")
+    sys.stdout.write(f"{name} no longer has the token {_short(gone)}\n")
 
 
 def list_tenants(file: File) -> None:

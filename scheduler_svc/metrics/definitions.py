@@ -15,7 +15,7 @@ def _vllm(kind: Kind, unit: str, names: str, meaning: str, labels: tuple[str, ..
 
 VLLM_DEFINITIONS = (
     *_vllm("gauge", "requests", "num_requests_running", "Requests with a sequence that runs."),
-    *_vllm("gauge", "requests", "num_requests_waiting", "Requests that wait, those that were preempted included."),
+    *_vllm("gauge", "requests", "num_requests_waiting", "Requests that wait, preempted ones included."),
     *_vllm(
         "gauge", "requests", "num_requests_waiting_by_reason",
         "The same by reason; capacity: for blocks, slots or their turn; deferred: for an executor, since none serves.",
@@ -29,7 +29,7 @@ VLLM_DEFINITIONS = (
         "counter", "tokens", "prefix_cache_queries_total gpu_prefix_cache_queries_total",
         "Tokens of admitted sequences that were looked up in the prefix cache.",
     ),
-    *_vllm("counter", "tokens", "prefix_cache_hits_total gpu_prefix_cache_hits_total", "Those that were found."),
+    *_vllm("counter", "tokens", "prefix_cache_hits_total gpu_prefix_cache_hits_total", "Tokens that were found in the prefix cache."),
     *_vllm("gauge", "share", "gpu_prefix_cache_hit_rate", "Hits divided by queries, since the start."),
     *_vllm("counter", "preemptions", "num_preemptions_total", "Preemptions."),
     *_vllm("counter", "tokens", "prompt_tokens_total", "Prompt tokens of requests that have their first token."),
@@ -129,7 +129,7 @@ LANE_DEFINITIONS = (
     Definition("cadenza_lane_stalled_seconds", "gauge", "seconds", "For how long its step has hung.", _LANE),
     Definition("cadenza_lane_inflight_plans", "gauge", "plans", "Plans without a result.", _LANE),
     Definition(
-        "cadenza_lane_requests", "gauge", "requests", "Requests there; waiting: those that wait for it alone.",
+        "cadenza_lane_requests", "gauge", "requests", "Requests there; waiting: they wait for this executor alone.",
         ("executor", "state"),
     ),
     Definition(

@@ -29,7 +29,10 @@ VLLM_DEFINITIONS = (
         "counter", "tokens", "prefix_cache_queries_total gpu_prefix_cache_queries_total",
         "Tokens of admitted sequences that were looked up in the prefix cache.",
     ),
-    *_vllm("counter", "tokens", "prefix_cache_hits_total gpu_prefix_cache_hits_total", "Tokens that were found in the prefix cache."),
+    *_vllm(
+        "counter", "tokens", "prefix_cache_hits_total gpu_prefix_cache_hits_total",
+        "Tokens that were found in the prefix cache.",
+    ),
     *_vllm("gauge", "share", "gpu_prefix_cache_hit_rate", "Hits divided by queries, since the start."),
     *_vllm("counter", "preemptions", "num_preemptions_total", "Preemptions."),
     *_vllm("counter", "tokens", "prompt_tokens_total", "Prompt tokens of requests that have their first token."),

@@ -105,7 +105,7 @@ async def step_overhead(services: Services, running: int, step_us: float, read: 
 async def ttft(services: Services, rate: float, count: int, *, streams: bool) -> Metrics:
     """Times to the first token, all of them added by the service, its wire and the client.
 
-    Also those of streams whose first message needs no work, which gRPC alone takes under this load.
+    And times to the first message of streams that need no work for it: gRPC alone takes these under this load.
     """
     load = Load(count, _TTFT_TOKENS, text=False)
     times, empty_s = await arriving(services.target, load, rate, streams=streams)

@@ -8,6 +8,9 @@ import sys
 import unicodedata
 from typing import TextIO
 
+PIPE_CELLS = 1000
+"""The width of a table in a pipe, where no line is wrapped."""
+
 
 def printable(text: str) -> str:
     """The text without control characters other than newline and tab: a model must not control the terminal."""

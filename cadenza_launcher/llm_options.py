@@ -32,7 +32,7 @@ class LLMOptions(TypedDict, total=False):
 
     executors: int | None
     """Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the cores and the
-    memory divided by their number; --num-gpu-blocks is that of each. [default: 1]"""
+    memory divided by their number; each has --num-gpu-blocks blocks. [default: 1]"""
 
     max_executors: int | None
     """With --distributed-executor-backend ray: the most executors. There are more than --executors while requests are

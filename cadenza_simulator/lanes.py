@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from cadenza_common.plan.result import Candidates, StepResult, StepTimings
 from cadenza_loadtest.seeds import stream
 from cadenza_simulator.executor_profiles import ExecutorProfile
+from executor_svc.sampling.splitmix64 import GAMMA, MASK, mix
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.tokens import rank_logprob
 from scheduler_svc.core.lanes.lane import Lane
@@ -22,8 +23,6 @@ from scheduler_svc.plan_loop.pacing import StepPacer
 TOKEN = 1
 """The token that every sequence samples: token values make no difference to a cost model."""
 _VOCAB_SIZE = 32_768
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 _DRAWS_AT_ONCE = 4096
 StepCostFunction = Callable[[int, int, int, int, int], tuple[int, int, int]]
 
@@ -186,21 +185,13 @@ def _candidates(step: PlannedStep) -> dict[int, Candidates]:
         beam = chunk.sequence
         if not chunk.samples or (search := beam.group.beam_search) is None:
             continue
-        value = _mixed(beam.sequence_id * _GOLDEN + beam.num_planned_tokens)
+        value = mix((beam.sequence_id * GAMMA + beam.num_planned_tokens) & MASK)
         ranks = range(search.num_candidates)
         found[chunk.slot] = Candidates(
             token_ids=[2 + rank for rank in ranks],
             logprobs=[rank_logprob(value, rank, _VOCAB_SIZE) for rank in ranks],
         )
     return found
-
-
-def _mixed(x: int) -> int:
-    """A hash of 64 bits: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-    x &= _MASK
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
-    return x ^ (x >> 31)
 
 
 def factors(variation: float, seed: int, name: str) -> Iterator[float]:

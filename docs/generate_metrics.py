@@ -113,8 +113,8 @@ Of `cadenza_faults_total`; `GetServerInfo` and `cadenza top` show the same count
 GAUGES_HEAD = """
 ## GetServerInfo
 
-The fields of `SchedulerLoad`; those of `ExecutorInfo` are the same of one executor. `cadenza top` and the client's
-`server_info()` show them.
+The fields of `SchedulerLoad`. `ExecutorInfo` says the same of one executor, in fields of the same names. `cadenza top`
+and the client's `server_info()` show them.
 
 | field | unit | meaning |
 |---|---|---|

@@ -83,7 +83,7 @@ def _start_elsewhere(config: ExecutorConfig) -> int:
 
 
 def _follow(config: ExecutorConfig, place: RankPlace) -> int:
-    """Run another rank than 0; returns its exit code."""
+    """Run a rank other than 0; returns its exit code."""
     from executor_svc.startup.external import run_member
 
     try:

@@ -54,7 +54,7 @@ class Load:
         return [300 + (index * 7 + place) % (VOCAB_SIZE - 300) for place in range(PROMPT_TOKENS)]
 
     def request(self, index: int) -> pb.GenerateRequest:
-        """One request, whose id has the length of those that `AsyncClient` draws."""
+        """One request; its id is as long as the ids that `AsyncClient` draws."""
         return pb.GenerateRequest(
             request_id=f"{index:032d}",
             prompt=[types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=self.prompt(index)))],

@@ -40,7 +40,6 @@ _LIST_HELP = """Print a line for each executor of a server.
 States: serving; draining: takes no new requests; stalled: a step runs for much longer than it should; lost: does not
 answer; refused: answers, but cannot serve here. Steps, tokens and prefix hits are counted since the server's start.
 """
-_PIPE_CELLS = 1000
 
 Address = Annotated[
     str, typer.Argument(metavar="HOST:PORT", help="Address of the executor, as `list` shows it.", show_default=False)
@@ -177,10 +176,10 @@ def _print_table(executors: Sequence[ExecutorInfo]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from cadenza_cli.text import printable
+    from cadenza_cli.text import PIPE_CELLS, printable
 
     is_known = Console().is_terminal or os.environ.get("COLUMNS", "").isdigit()
-    console = Console(width=None if is_known else _PIPE_CELLS, emoji=False, markup=False, highlight=False)
+    console = Console(width=None if is_known else PIPE_CELLS, emoji=False, markup=False, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("executor", "state", "device"):
         table.add_column(name, overflow="fold")

@@ -32,8 +32,6 @@ _COLUMNS = (
     "tenant", "tokens", "weight", "requests", "queued tokens", "tokens/min", "priority", "shares", "adapters", "",
 )  # fmt: skip
 _HASH_CHARS = 8
-_PIPE_CELLS = 1000
-"""In a pipe no line is wrapped."""
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the tenant.", show_default=False)]
 File = Annotated[str, typer.Option("--file", metavar="FILE", help="The tenants file.", show_default=False)]
@@ -108,13 +106,15 @@ def revoke(
 ) -> None:
     """Take a token away: new requests with it are refused, and running ones go on to their end."""
     gone = _editor(file).revoke(name, prefix)
-    sys.stdout.write(f"{name} has the token {_short(gone)} no more\n")
+    sys.stdout.write(f"{name} no longer has the token {_short(gone)}\n")
 
 
 def list_tenants(file: File) -> None:
     """Print the tenants with their limits and the hashes of their tokens."""
     from rich.console import Console
     from rich.table import Table
+
+    from cadenza_cli.text import PIPE_CELLS
 
     editor = _editor(file)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -131,7 +131,7 @@ def list_tenants(file: File) -> None:
             " ".join(tenant.adapters) or "-",
             _rights(tenant),
         )
-    width = None if Console().is_terminal else _PIPE_CELLS
+    width = None if Console().is_terminal else PIPE_CELLS
     Console(width=width, emoji=False, markup=False, highlight=False).print(table)
 
 
@@ -156,4 +156,6 @@ def _print_token(name: str, made: str) -> None:
 
 
 def _short(text: str) -> str:
-    return text.removeprefix("sha256:")[:_HASH_CHARS]
+    from scheduler_svc.tenants.tenant import HASH_PREFIX
+
+    return text.removeprefix(HASH_PREFIX)[:_HASH_CHARS]

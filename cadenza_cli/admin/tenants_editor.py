@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import OptionError
+from scheduler_svc.tenants.tenant import HASH_PREFIX
 
 if TYPE_CHECKING:
     from scheduler_svc.tenants.file import Tenants
@@ -26,7 +27,6 @@ _TOKEN_BYTES = 32
 """256 random bits: nobody guesses them, so that a plain hash of a token keeps it."""
 _TOKEN_PREFIX = "cadenza_"
 """Scanners for leaked secrets find tokens by it."""
-_HASH_PREFIX = "sha256:"
 _TABLE = re.compile(r"^[ \t]*\[[ \t]*tenants[ \t]*\.[ \t]*(\"?)([A-Za-z0-9_.-]+)\1[ \t]*\][ \t]*(#.*)?$", re.MULTILINE)
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _NEXT_TABLE = re.compile(r"^[ \t]*\[", re.MULTILINE)
@@ -40,7 +40,7 @@ def new_token() -> str:
 
 def hash_of(token: str) -> str:
     """The token as the file holds it."""
-    return _HASH_PREFIX + hashlib.sha256(token.encode()).hexdigest()
+    return HASH_PREFIX + hashlib.sha256(token.encode()).hexdigest()
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class TenantsEditor:
         if name not in self.tenants.by_name:
             known = ", ".join(self.tenants.by_name) or "none"
             raise OptionError(f"{self.path} has no tenant {name!r}; it has {known}")
-        return [_HASH_PREFIX + digest.hex() for digest, owner in self.tenants.by_digest.items() if owner == name]
+        return [HASH_PREFIX + digest.hex() for digest, owner in self.tenants.by_digest.items() if owner == name]
 
     def add_tenant(self, name: str, values: Mapping[str, Any]) -> str:
         """Add a tenant; returns its first token. Raises OptionError."""
@@ -91,9 +91,9 @@ class TenantsEditor:
 
     def revoke(self, name: str, prefix: str) -> str:
         """Remove the token whose hash begins so; returns the hash. Raises OptionError unless there is one such."""
-        hashes, start = self.hashes(name), _HASH_PREFIX + prefix.removeprefix(_HASH_PREFIX).lower()
+        hashes, start = self.hashes(name), HASH_PREFIX + prefix.removeprefix(HASH_PREFIX).lower()
         found = [each for each in hashes if each.startswith(start)]
-        if len(found) != 1 or start == _HASH_PREFIX:
+        if len(found) != 1 or start == HASH_PREFIX:
             raise OptionError(f"{len(found)} tokens of {name} have a hash that begins with {prefix!r}; it must be one")
         self._set_tokens(name, [each for each in hashes if each != found[0]])
         return found[0]
@@ -113,7 +113,7 @@ class TenantsEditor:
             text = self.text[: array.start(1)] + _array(hashes) + self.text[array.end(1) :]
         changed = _parse(text, self.path)
         meant = {digest: owner for digest, owner in self.tenants.by_digest.items() if owner != name}
-        meant |= {bytes.fromhex(each.removeprefix(_HASH_PREFIX)): name for each in hashes}
+        meant |= {bytes.fromhex(each.removeprefix(HASH_PREFIX)): name for each in hashes}
         if changed.by_digest != meant or changed.by_name != self.tenants.by_name:
             raise OptionError(f"{self.path}: the tokens of {name} are written in a way that is not understood here")
         self._replace(text)

@@ -14,8 +14,6 @@ from cadenza_common.grammar.tags import grammar_of_tags
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_CHARS = 262_144
-"""Most characters of a constraint that the service takes."""
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 5_000_000,

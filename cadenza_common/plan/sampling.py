@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+MAX_CANDIDATES = 2 * 128
+"""Most candidates of a row that an executor returns (execution.proto). A beam search of width w needs 2 w of them: if w
+end with EOS, w others remain."""
+
 
 class Need(Enum):
     """What a parameter needs of a step while it is on."""

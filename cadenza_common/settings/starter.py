@@ -44,7 +44,7 @@ class StarterConfig(BaseModel):
         ge=1,
         le=64,
         description="Executors of the one scheduler, each a process with the model. Each has a GPU of its own, or the "
-        "cores and the memory divided by their number; --num-gpu-blocks is that of each.",
+        "cores and the memory divided by their number; each has --num-gpu-blocks blocks.",
         json_schema_extra=about("Basics", "executors"),
     )
     max_executors: int | None = Field(

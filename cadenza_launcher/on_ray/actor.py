@@ -32,7 +32,7 @@ _LOOK_S = 0.1
 class ProcessActor:
     """Runs a process; its methods take and return text and whole numbers. For several threads at once.
 
-    `life` counts the starts of the process: a call for another one than the last does nothing.
+    `life` counts the starts of the process: a call that names any but the last start does nothing.
     """
 
     def __init__(self) -> None:

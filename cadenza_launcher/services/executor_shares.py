@@ -14,7 +14,7 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class ExecutorShare:
-    """The arguments and the environment of one executor beside those of all."""
+    """What one executor gets beside the arguments and the environment of all."""
 
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)

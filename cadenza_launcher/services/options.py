@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.errors import OptionError
 from cadenza_common.settings.names import to_arguments
 from cadenza_common.spelling import suggestion
+from cadenza_common.wire.tls.connection import VARIABLE_PREFIX
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -52,8 +53,6 @@ GATEWAY_LISTENERS = ("http", "kserve", "vllm_grpc")
 """Options that say where the gateway listens; here those of the starter."""
 _GATEWAY_PLACES = ("target", *GATEWAY_LISTENERS)
 """Options of the gateway that are settled here: its scheduler, and where it listens."""
-_CLIENT_VARIABLES = "CADENZA_TLS_"
-"""Variables of clients: here they do not set the options of the listener that have the same names."""
 # Kubernetes sets such variables in every pod for a service named cadenza.
 _KUBERNETES = re.compile(r"CADENZA_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)|CADENZA_PORT")
 
@@ -226,7 +225,7 @@ def ignored_variables(environment: Mapping[str, str] | None = None) -> Iterator[
     for name in sorted(os.environ if environment is None else environment):
         if not name.upper().startswith(ENV_PREFIX) or name.upper() in known or _KUBERNETES.fullmatch(name):
             continue
-        if name.upper() in CLIENT_VARIABLES or name.upper().startswith(_CLIENT_VARIABLES):
+        if name.upper() in CLIENT_VARIABLES or name.upper().startswith(VARIABLE_PREFIX):
             continue
         reason, hint = own.get(name.upper()), suggestion(name.upper(), known, ENV_PREFIX)
         wrong = f"has no effect here: {reason}" if reason else f"is not an option{hint}"
@@ -251,7 +250,7 @@ def _from_environment(environment: Mapping[str, str], names: Collection[str]) ->
         by_variable[key.upper()]: Setting(value, key)
         for key, value in sorted(environment.items())
         if key.upper() in by_variable
-        and not key.upper().startswith(_CLIENT_VARIABLES)
+        and not key.upper().startswith(VARIABLE_PREFIX)  # of clients, not of a listener
         and not (_KUBERNETES.fullmatch(key) and "://" in value)
     }
 

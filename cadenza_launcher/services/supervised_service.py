@@ -19,7 +19,7 @@ _MAX_LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a service that died is started again, and when no more.
+    """When a service that died is started again, and when it is given up.
 
     The first restart comes after `first_delay_s` seconds. Each death without progress doubles the delay, up to
     `max_delay_s`. A service has made progress when it lived for `progress_after_s` seconds after it was ready; an

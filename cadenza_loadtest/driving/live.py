@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,8 @@ CANCELLED = "CANCELLED"
 """The run ended before the request."""
 TIMEOUT = "TIMEOUT"
 """The request took longer than the client's limit and was aborted."""
+INCOMPLETE = "INCOMPLETE"
+"""The stream ended before the answer was complete."""
 SKIPPED = "SKIPPED"
 """A later turn of a session whose previous turn failed: it was never sent."""
 
@@ -149,11 +150,3 @@ class Recorder:
             adapter=np.array(self._adapters, np.str_)[order],
             gap_s=np.concatenate([gaps[place] for place in order]) if gaps else np.zeros(0, np.float32),
         )
-
-
-def collect(requests: Iterable[RequestInFlight], start_s: float) -> RequestColumns:
-    """Columns of requests that have ended, by index; times in seconds since `start_s`."""
-    recorder = Recorder()
-    for live in requests:
-        recorder.add(live)
-    return recorder.columns(start_s)

@@ -21,14 +21,12 @@ from cadenza.errors import OptionError
 from cadenza.v1 import generation_pb2, types_pb2
 from cadenza.v1.generation_pb2_grpc import GenerationServiceStub
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
-from cadenza_loadtest.driving.live import RequestInFlight
+from cadenza_loadtest.driving.live import INCOMPLETE, RequestInFlight
 from cadenza_loadtest.driving.target import Clock, ExecutorFacts, ServerFacts
 from cadenza_loadtest.requests import LoadTestError, RequestShape
 
 TOO_LARGE = "MESSAGE_TOO_LARGE"
 """The request exceeds gRPC's message limit and was not sent."""
-INCOMPLETE = "INCOMPLETE"
-"""The stream ended without the request's last response."""
 _COMPLETE = (types_pb2.FINISH_DETAIL_MAX_TOKENS, types_pb2.FINISH_DETAIL_EOS)
 """Details of a completed request; EOS ends a beam."""
 

@@ -6,10 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cadenza_loadtest.driving.live import RequestInFlight
+from cadenza_loadtest.driving.live import INCOMPLETE, RequestInFlight
 
-INCOMPLETE = "INCOMPLETE"
-"""The stream ended before the answer was complete."""
 BAD_RESPONSE = "BAD_RESPONSE"
 """The response is not a stream of this API's JSON events."""
 SERVER_ERROR = "SERVER_ERROR"

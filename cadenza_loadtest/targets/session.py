@@ -10,10 +10,10 @@ import grpc
 from cadenza.calls.session import DrivenRequest, SessionDriver, size_error
 from cadenza.errors import CadenzaError, DamagedStreamError, UnavailableError
 from cadenza.v1 import generation_pb2
-from cadenza_loadtest.driving.live import CANCELLED, RequestInFlight
+from cadenza_loadtest.driving.live import CANCELLED, INCOMPLETE, RequestInFlight
 from cadenza_loadtest.driving.target import ServerFacts
 from cadenza_loadtest.requests import RequestShape
-from cadenza_loadtest.targets.cadenza import INCOMPLETE, TOO_LARGE, CadenzaTarget, take_response
+from cadenza_loadtest.targets.cadenza import TOO_LARGE, CadenzaTarget, take_response
 
 
 class SessionTarget(CadenzaTarget):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from cadenza_common.settings.help import about
 from cadenza_common.settings.names import flag
@@ -194,19 +194,6 @@ class WorkloadSpec(BaseModel):
 
     def _defaults(self) -> Mapping[str, Any]:
         return _OF_FILES if self.from_file else _DEFAULTS[self.workload]
-
-
-def make_spec(**values: Any) -> WorkloadSpec:
-    """A spec from its fields; raises a LoadTestError that names the invalid option."""
-    try:
-        return WorkloadSpec.model_validate(values)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(flag(str(part)) for part in problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] != "value_error":
-            message += f", not {problem['input']!r:.60}"
-        raise LoadTestError(f"{where}: {message}" if where else message) from None
 
 
 def find_file(spec: WorkloadSpec) -> Path:

@@ -10,10 +10,10 @@ from cadenza_loadtest.workloads.adapters import PREFIX, parse_adapters
 from cadenza_loadtest.workloads.files import FileWorkload
 from cadenza_loadtest.workloads.lengths import Lengths, parse_lengths
 from cadenza_loadtest.workloads.mixes import Labels, parse_mix, parse_tenants
-from cadenza_loadtest.workloads.spec import KINDS, WorkloadSpec, find_file, make_spec
+from cadenza_loadtest.workloads.spec import KINDS, WorkloadSpec, find_file
 from cadenza_loadtest.workloads.synthetic import Drawing, Independent, LongShort, Plain, Sessions, SharedPrefix
 
-__all__ = ["KINDS", "WorkloadSpec", "make_spec", "make_workload"]
+__all__ = ["KINDS", "WorkloadSpec", "make_workload"]
 
 
 def make_workload(spec: WorkloadSpec) -> Workload:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cadenza.errors import OptionError
+from cadenza_common.wire.limits import MAX_TOKEN_CHARS
 
 TOKEN_VARIABLE = "CADENZA_TOKEN"
-MAX_TOKEN_CHARS = 512
 Metadata = tuple[tuple[str, str], ...]
 _Stub = TypeVar("_Stub")
 

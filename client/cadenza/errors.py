@@ -9,8 +9,6 @@ import grpc
 
 from cadenza.outputs import RequestOutput
 
-_DETAILS_KEY = "grpc-status-details-bin"
-
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
@@ -148,15 +146,19 @@ _CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 def has_server_details(error: grpc.aio.AioRpcError) -> bool:
     """Whether the server itself gave this status, not gRPC."""
-    return any(key == _DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+    from cadenza_common.wire.transport import STATUS_DETAILS_KEY
+
+    return any(key == STATUS_DETAILS_KEY for key, _ in error.trailing_metadata() or ())
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, target: str) -> CadenzaError:
     """The exception for a failed call to `target`, with the details of its google.rpc.Status if it has one."""
     from google.rpc import status_pb2
 
+    from cadenza_common.wire.transport import STATUS_DETAILS_KEY
+
     for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY and isinstance(value, bytes):
+        if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
             return from_status(status_pb2.Status.FromString(value))
     message = error.details() or error.code().name
     if error.code() is grpc.StatusCode.UNAVAILABLE:

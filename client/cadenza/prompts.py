@@ -11,10 +11,10 @@ from cadenza.adapters import Adapters, match_adapters
 from cadenza.chats import ChatMessage, ChatOptions, Message, parse_messages
 from cadenza.sampling_params import SamplingParams
 from cadenza.sendable import sendable, short
+from cadenza_common.wire.limits import MAX_DRAFTS
 
 _FORMS = 'a str, {"prompt": str}, a list of token ids or {"prompt_token_ids": [...]}'
-_MAX_TOKEN_ID = 2**32 - 1
-_MAX_DRAFTS = 64
+MAX_TOKEN_ID = 2**32 - 1
 
 
 class TextPrompt(TypedDict):
@@ -52,9 +52,9 @@ class CallOptions:
         if value is None or value is False:
             return
         # True would read as "switch it on", which a request cannot do.
-        if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= int(value) <= _MAX_DRAFTS:
+        if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= int(value) <= MAX_DRAFTS:
             raise ValueError(
-                f"speculation must be 0 (off) to {_MAX_DRAFTS} draft tokens, or None (as the server is set), "
+                f"speculation must be 0 (off) to {MAX_DRAFTS} draft tokens, or None (as the server is set), "
                 f"not {short(value)}"
             )
 
@@ -187,6 +187,6 @@ def _token_ids(value: Any, where: str) -> list[int]:
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, Integral):
             raise ValueError(f"{where}a list prompt holds token ids only, not {short(token_id)}")
-        if not 0 <= int(token_id) <= _MAX_TOKEN_ID:
+        if not 0 <= int(token_id) <= MAX_TOKEN_ID:
             raise ValueError(f"{where}{int(token_id)} is no token id")
     return [int(token_id) for token_id in ids]

@@ -6,12 +6,9 @@ import numpy as np
 
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, StepPlan
-from cadenza_common.plan.sampling import COLUMNS, SequenceSampling
+from cadenza_common.plan.sampling import COLUMNS, MAX_CANDIDATES, SequenceSampling
 from executor_svc.plan.arrays import check_range, check_unique
 from executor_svc.plan.limits import Limits
-
-# A beam search of width w needs 2 w candidates: if w end with EOS, w others remain.
-MAX_CANDIDATES = 2 * 128
 
 
 def check_supported(plan: StepPlan, limits: Limits) -> None:

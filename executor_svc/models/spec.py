@@ -12,6 +12,8 @@ from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
 
 MTP_LAYERS_FIELD = "num_nextn_predict_layers"
 """Of config.json: the number of layers of a head of multi-token prediction."""
+HEAD = "lm_head"
+"""The linear whose results are logits: its name in checkpoints, and for `models.base.Builder`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     layer |= {f"mlp.{name}": (rows, hidden) for name, rows in mlp.items()} | {"mlp.down_proj": (hidden, inner)}
     yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
     if not spec.tied:
-        yield "lm_head.weight", (spec.vocab_size, hidden)
+        yield f"{HEAD}.weight", (spec.vocab_size, hidden)
     for index in range(spec.num_layers):
         for name, shape in layer.items():
             yield f"model.layers.{index}.{name}.weight", shape

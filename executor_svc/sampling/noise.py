@@ -1,8 +1,7 @@
 """Random numbers as pure functions: Philox4x32-10 returns a key for each row, splitmix64 spreads it over token ids.
 
 Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11; constants and known answers
-from the authors' Random123 library. splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
-OOPSLA'14, with Stafford's mix 13 as finalizer.
+from the authors' Random123 library.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from executor_svc.sampling import splitmix64
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
@@ -28,9 +29,9 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-GOLDEN_GAMMA = _signed(0x9E3779B97F4A7C15)
-MIX_1 = _signed(0xBF58476D1CE4E5B9)
-MIX_2 = _signed(0x94D049BB133111EB)
+GOLDEN_GAMMA = _signed(splitmix64.GAMMA)
+MIX_1 = _signed(splitmix64.MIX_1)
+MIX_2 = _signed(splitmix64.MIX_2)
 
 
 class DrawPurpose(IntEnum):

@@ -10,11 +10,9 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from cadenza_common.plan.sampling import SequenceSampling
-from executor_svc.simulated.hashing import GAMMA, MIX_1, MIX_2
+from executor_svc.sampling.splitmix64 import GAMMA, MASK, mix
 from executor_svc.simulated.ranking import strides
 from executor_svc.simulated.tokens import SimulatedContext, rank_logprob
-
-_MASK = (1 << 64) - 1
 
 
 def expected_tokens(
@@ -33,11 +31,11 @@ def expected_tokens(
     """
     context, tokens = SimulatedContext([*prompt, *output], adapter_hash), [int(token) for token in output]
     stops = set(map(int, sampling.stop_token_ids))
-    key = _mix((int(sampling.seed) + _mix((sample_index + GAMMA) & _MASK)) & _MASK)
+    key = mix((int(sampling.seed) + mix((sample_index + GAMMA) & MASK)) & MASK)
     while len(tokens) < len(output) + count:
         value = context.logits_hash()
         if sampling.temperature > 0:
-            value = _mix((value + key) & _MASK)
+            value = mix((value + key) & MASK)
         token = next(_allowed(value, sampling, tokens, vocab_size), None)
         if token is None:
             break
@@ -120,11 +118,3 @@ def _stride(value: int, vocab_size: int) -> tuple[int, int]:
 def _strides(vocab_size: int) -> list[tuple[int, int]]:
     forward, inverse = strides(vocab_size)
     return list(zip(forward.tolist(), inverse.tolist(), strict=True))
-
-
-def _mix(x: int) -> int:
-    x ^= x >> 30
-    x = x * MIX_1 & _MASK
-    x ^= x >> 27
-    x = x * MIX_2 & _MASK
-    return x ^ (x >> 31)

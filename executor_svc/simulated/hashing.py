@@ -5,7 +5,7 @@ of token and position. A digest thus depends on all tokens up to it, as the keys
 place of attention, the model sums the contributions of all positions of the context: each position's stored digest,
 mixed with the position it was read from. All sums are modulo 2^64. One wrong block, copy, swap or stale position
 anywhere in the context changes the sum, and with it the token. Both sums advance by one token in O(1) (`tokens.py`).
-The mixer is splitmix64's finalizer (Steele, Lea, Flood, OOPSLA'14; Stafford's mix 13).
+The mixer is splitmix64's finalizer (`sampling.splitmix64`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.sampling.splitmix64 import GAMMA, MIX_1, MIX_2
 
 U64 = NDArray[np.uint64]
 
 VERSION = 1
 """Version of all functions here that tokens depend on; part of the numerics fingerprint."""
-GAMMA = 0x9E3779B97F4A7C15
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
 
 # Arrays without dimensions: numpy takes half as long for them as for its scalars (measured).
 _GAMMA, _MIX_1, _MIX_2 = np.array(GAMMA, np.uint64), np.array(MIX_1, np.uint64), np.array(MIX_2, np.uint64)

@@ -9,9 +9,8 @@ import functools
 import math
 from collections.abc import Sequence
 
-from executor_svc.simulated.hashing import GAMMA, MIX_1, MIX_2, adapter_key
-
-_MASK = (1 << 64) - 1
+from executor_svc.sampling.splitmix64 import GAMMA, MASK, mix
+from executor_svc.simulated.hashing import adapter_key
 
 
 class SimulatedContext:
@@ -28,14 +27,14 @@ class SimulatedContext:
 
     def append(self, token_id: int) -> None:
         """Append the next token."""
-        token = _mix((int(token_id) + GAMMA + self._adapter_key) & _MASK)
-        self._digest = (self._digest + _mix((token + self.length * GAMMA) & _MASK)) & _MASK
-        self._sum = (self._sum + _mix((self._digest + _position_key(self.length)) & _MASK)) & _MASK
+        token = mix((int(token_id) + GAMMA + self._adapter_key) & MASK)
+        self._digest = (self._digest + mix((token + self.length * GAMMA) & MASK)) & MASK
+        self._sum = (self._sum + mix((self._digest + _position_key(self.length)) & MASK)) & MASK
         self.length += 1
 
     def logits_hash(self) -> int:
         """Return the hash that represents the logits of the next token; the sequence must not be empty."""
-        return _mix((self._sum + GAMMA) & _MASK)
+        return mix((self._sum + GAMMA) & MASK)
 
 
 def rank_logprob(logits_hash: int, rank: int, vocab_size: int) -> float:
@@ -48,12 +47,4 @@ def rank_logprob(logits_hash: int, rank: int, vocab_size: int) -> float:
 
 @functools.lru_cache(1 << 16)
 def _position_key(position: int) -> int:
-    return _mix((position + GAMMA) & _MASK)
-
-
-def _mix(x: int) -> int:
-    x ^= x >> 30
-    x = x * MIX_1 & _MASK
-    x ^= x >> 27
-    x = x * MIX_2 & _MASK
-    return x ^ (x >> 31)
+    return mix((position + GAMMA) & MASK)

@@ -121,7 +121,7 @@ def build_first_on_gpus(config: ExecutorConfig, device: Device, leader: Leader) 
 
 
 def build_member_on_gpus(config: ExecutorConfig, device: Device, joined: Joined) -> tuple[GpuStepExecutor, MemberRanks]:
-    """Build the executor of another rank than 0. Raises StartError."""
+    """Build the executor of a rank other than 0. Raises StartError."""
 
     def join(spec: DecoderSpec) -> RankKernels:
         check_split(spec, config.tensor_parallel_size)

@@ -96,7 +96,7 @@ def build_divided(
 
 
 def build_member(config: ExecutorConfig, joined: Joined) -> tuple[StepExecutor | GpuStepExecutor, MemberRanks]:
-    """Build the executor of another rank than 0, with its number of threads. Raises StartError."""
+    """Build the executor of a rank other than 0, with its number of threads. Raises StartError."""
     device = make_device(config)
     config = config.sized_for(device.name)
     torch.set_num_threads(device.num_threads)

@@ -98,14 +98,10 @@ class Compiler:
         with self._lock:
             return self._compiled.get(spec) is not None
 
-    def compiled(self, spec: GrammarSpec) -> Compiled:
-        """Wait for a compiled grammar; raises GrammarError, and the errors of `prepare`."""
-        return self.request(spec).result()
-
     def request(
         self, spec: GrammarSpec, asked_by: int = 0, is_wanted: Callable[[], bool] = lambda: True
     ) -> Future[Compiled]:
-        """Let a grammar be compiled, in the turn of whoever asks; its errors are those of `compiled`.
+        """Let a grammar be compiled, in the turn of whoever asks; its errors: GrammarError, and those of `prepare`.
 
         Cancelled if nobody wants it when its turn comes. A compilation is shared by all who ask for it meanwhile.
         """
@@ -122,7 +118,7 @@ class Compiler:
         return compilation.result
 
     def fresh(self, spec: GrammarSpec) -> Compiled:
-        """Compile a grammar here and now, for one who shares nothing with others; errors as `compiled`."""
+        """Compile a grammar here and now, for one who shares nothing with others; errors as `request`."""
         self.prepare()
         return Compiled(new_matcher(spec, self._table))
 

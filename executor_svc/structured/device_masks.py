@@ -147,7 +147,7 @@ class DeviceMasks:
         return StepMasks(masks, scheduled.sampling_slots, scheduled.candidates)
 
     def mark(self, masks: StepMasks, errors: Tensor) -> None:
-        """Enqueue the errors of rows that are late, and of those whose grammar has failed, before the step commits.
+        """Enqueue the errors of late rows and of rows whose grammar has failed, before the step commits.
 
         errors: [R or more] int32, of the rows.
         """

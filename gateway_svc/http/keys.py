@@ -5,8 +5,8 @@ from __future__ import annotations
 import hmac
 import os
 
-from cadenza.credentials import MAX_TOKEN_CHARS
 from cadenza.errors import OptionError
+from cadenza_common.wire.limits import MAX_TOKEN_CHARS
 from gateway_svc.http.errors import ApiError
 
 _MAX_BYTES = 1024 * 1024

@@ -38,7 +38,7 @@ class KServeAnswers:
         return self._answer(deltas, num_prompt_tokens, is_final=is_final)
 
     def empty_final(self) -> pb.ModelStreamInferResponse:
-        """The end of a request whose client asked for one without outputs."""
+        """The answer without outputs that ends a request, if the client asked for it."""
         return pb.ModelStreamInferResponse(infer_response=_answer_of(self._id, self._asked.model, is_final=True))
 
     def _answer(

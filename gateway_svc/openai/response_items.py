@@ -29,7 +29,7 @@ class ResponseItems:
         self.output: list[dict[str, Any]] = []
 
     def add(self, parts: Sequence[Part], logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
-        """Add the parts of a delta; logprobs: of its tokens, of which content has those that made it."""
+        """Add the parts of a delta; logprobs: of all its tokens. Content shows only its own tokens' logprobs."""
         self._logprobs += logprobs
         for part in parts:
             match part:

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from cadenza.prompts import Prompt
+from cadenza.prompts import MAX_TOKEN_ID, Prompt
 from gateway_svc.fields.field import read_fields
 from gateway_svc.fields.sampling import require, utf8
 from gateway_svc.fields.tables import DETOKENIZE, TOKENIZE
@@ -22,7 +22,6 @@ from gateway_svc.state import STATE
 _MAX_STRINGS = 1024
 """Tokens whose texts are asked for one by one."""
 _OF_CHATS = ("tools", "chat_template", "chat_template_kwargs")
-_MAX_TOKEN_ID = 2**32 - 1
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -74,6 +73,6 @@ def read_detokenize(body: Mapping[str, Any]) -> TokensQuery:
     """Read a request for the text of token ids; raises ApiError."""
     values = read_fields(DETOKENIZE, body)
     ids = require(values, "tokens")
-    if any(not 0 <= each <= _MAX_TOKEN_ID for each in ids):
+    if any(not 0 <= each <= MAX_TOKEN_ID for each in ids):
         raise bad_request("tokens must hold token ids", "tokens")
     return TokensQuery(model=values.get("model"), token_ids=ids)

@@ -145,7 +145,7 @@ class ScheduleRows:
         return columns
 
     def _free_place(self) -> int | None:
-        """A place that is free, or that of the row that ended first; None: all sequences run."""
+        """A free place, or the place of the row that ended first; None: all sequences run."""
         if len(self._rows) < MAX_ROWS:
             taken = {row.place for row in self._rows.values()}
             return next(place for place in range(MAX_ROWS) if place not in taken)

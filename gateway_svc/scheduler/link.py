@@ -16,9 +16,10 @@ from collections import OrderedDict
 import grpc
 from google.protobuf import wrappers_pb2
 
-from cadenza.credentials import MAX_TOKEN_CHARS, is_loopback
+from cadenza.credentials import is_loopback
 from cadenza.errors import CadenzaError, OptionError, UnauthenticatedError, UnavailableError
 from cadenza.tls_client import client_files, client_tls
+from cadenza_common.wire.limits import MAX_TOKEN_CHARS
 from cadenza_common.wire.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
 from gateway_svc.scheduler.caller import SchedulerCaller, close_all
 from gateway_svc.scheduler.calls import Calls

@@ -124,7 +124,7 @@ class GatewaySession(SessionDriver):
 def _may_be_naming(error: CadenzaError) -> bool:
     """Whether a session may have been refused for the tenant that it named: it has lost the right, or its own token.
 
-    An unknown token is that of the gateway or that of the client, which its own session finds out.
+    An unknown token may be the gateway's or the client's: the client's own session finds out.
     """
     if isinstance(error, PermissionDeniedError):
         return "may_name_tenants" in error.message

@@ -96,7 +96,7 @@ def _is_free(schema: Any, root: Mapping[str, Any]) -> bool:
 
 
 def argument_schema(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of one argument as a document; whole: that of all arguments, which its references are about."""
+    """The schema of one argument as a document; whole: the schema of all arguments, to which references point."""
     found: dict[str, Any] = _moved(dict(schema))
     found |= {name: _moved(whole[name]) for name in _SHARED if name in whole}
     if _refers(found):

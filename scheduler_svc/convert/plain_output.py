@@ -93,7 +93,7 @@ class PlainOutput:
     __slots__ = ("_event_id", "_heads", "_live", "_position", "_request_id", "_sample", "_with_text_ends")
 
     def __init__(self, reader: RequestReader, position: Cursor) -> None:
-        """`position`: that of the reader, from `plain_position`."""
+        """`position`: the reader's own, from `plain_position`."""
         request_id = reader.live.request_id.encode()
         self._live = reader.live
         self._sample = reader.live.samples[0]
@@ -106,7 +106,7 @@ class PlainOutput:
 
     @classmethod
     def of(cls, reader: RequestReader) -> PlainOutput | None:
-        """Return that of a reader; None for a request or a mode that it does not serve."""
+        """Return the plain output of a reader; None for a request or a mode that it does not serve."""
         position = reader.plain_position
         return None if position is None else cls(reader, position)
 

@@ -40,6 +40,19 @@ class FinishDetail(IntEnum):
     GRAMMAR = 12
 
 
+CUT_OFF = frozenset(
+    {
+        FinishDetail.ABORTED,
+        FinishDetail.DEADLINE,
+        FinishDetail.NON_FINITE_LOGITS,
+        FinishDetail.EXECUTOR_ERROR,
+        FinishDetail.NO_ALLOWED_TOKEN,
+        FinishDetail.GRAMMAR,
+    }
+)
+"""How samples end that fail or are aborted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
     """How a sample ended, and the stop token or stop string that it matched, if any."""

@@ -23,9 +23,9 @@ _DELAY_S = 1.0
 
 
 class FreedMemory:
-    """Calls `release` when few of the prompts are left that were in memory since the last call, or no request at all.
+    """Calls `release` when most prompts that were in memory since its last call are gone, or no request is left.
 
-    A steadily busy service never gets there: the memory of requests that end serves those that come.
+    A steadily busy service never gets there: new requests use the memory of ended ones.
     """
 
     def __init__(self, clock: Clock, release: Callable[[], None] | None) -> None:

@@ -53,11 +53,6 @@ class KeptRequests:
         """The finished request with this key; None if none is kept."""
         return self._finished.get(key)
 
-    @property
-    def num_finished(self) -> int:
-        """Number of finished requests that are kept."""
-        return len(self._finished)
-
     def grace_s(self, live: LiveRequest) -> float:
         """Seconds that this request may be without a stream."""
         return min(live.request.resume_grace_s, self._max_grace_s)

@@ -12,22 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.types import Finish, FinishDetail, RequestKey
+from scheduler_svc.core.types import CUT_OFF, Finish, FinishDetail, RequestKey
 from scheduler_svc.engine.request_trace import RequestTrace
 from scheduler_svc.plan_loop.ports import EngineRequest, RequestCounts, RequestTimes, StopMatch, TextStream
 
 Listener = Callable[["LiveRequest"], None]
-_FAILED_ENDS = frozenset(
-    {
-        FinishDetail.ABORTED,
-        FinishDetail.DEADLINE,
-        FinishDetail.NON_FINITE_LOGITS,
-        FinishDetail.EXECUTOR_ERROR,
-        FinishDetail.NO_ALLOWED_TOKEN,
-        FinishDetail.GRAMMAR,
-    }
-)
-"""Finishes after which a sample ranks below all that finished properly."""
 _SERVICE_ERRORS = frozenset({FinishDetail.NON_FINITE_LOGITS, FinishDetail.EXECUTOR_ERROR})
 
 
@@ -310,5 +299,5 @@ def record_planned(
 
 
 def _rank(sample: LiveSample) -> tuple[bool, float]:
-    """Sort key of best_of: smaller is better."""
-    return sample.finish is None or sample.finish.detail in _FAILED_ENDS, -sample.cumulative_logprob
+    """Sort key of best_of: smaller is better. A sample that was cut off ranks below all that finished."""
+    return sample.finish is None or sample.finish.detail in CUT_OFF, -sample.cumulative_logprob

@@ -93,7 +93,7 @@ class StepRecorder:
     def on_finished(self, sequences: list[Sequence]) -> None:
         """Keep the ids and token counts of finished sequences for the next record.
 
-        Only of those that were admitted: so they are few while no step is recorded, however many requests are aborted.
+        Only admitted sequences count: they are few while no step is recorded, however many requests are aborted.
         """
         if self.watches:
             admitted = [sequence for sequence in sequences if sequence.last_slot is not None]

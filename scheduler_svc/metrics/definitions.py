@@ -36,7 +36,7 @@ def _vllm(kind: Kind, unit: str, names: str, meaning: str, labels: tuple[str, ..
 VLLM_DEFINITIONS = _ordered(
     _ENGINE,
     "vllm:num_requests_running",
-    *_vllm("gauge", "requests", "num_requests_waiting", "Requests that wait, those that were preempted included."),
+    *_vllm("gauge", "requests", "num_requests_waiting", "Requests that wait, preempted ones included."),
     *_vllm(
         "gauge", "requests", "num_requests_waiting_by_reason",
         "The same by reason; capacity: for blocks, slots or their turn; deferred: for an executor, since none serves.",
@@ -149,7 +149,7 @@ LANE_DEFINITIONS = _ordered(
     Definition("cadenza_lane_stalled_seconds", "gauge", "seconds", "For how long its step has hung.", _LANE),
     Definition("cadenza_lane_inflight_plans", "gauge", "plans", "Plans without a result.", _LANE),
     Definition(
-        "cadenza_lane_requests", "gauge", "requests", "Requests there; waiting: those that wait for it alone.",
+        "cadenza_lane_requests", "gauge", "requests", "Requests there; waiting: they wait for this executor alone.",
         ("executor", "state"),
     ),
     Definition(

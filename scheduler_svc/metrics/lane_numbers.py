@@ -11,21 +11,10 @@ from scheduler_svc.core.lanes.lane_counts import LaneCounts
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import FinishDetail, SequenceState
+from scheduler_svc.core.types import CUT_OFF, SequenceState
 from scheduler_svc.metrics import buckets
 from scheduler_svc.metrics.adapter_numbers import AdapterNumbers
 from scheduler_svc.metrics.draft_gain import DraftGain
-
-_WITHOUT_TOKEN = frozenset(
-    {
-        FinishDetail.ABORTED,
-        FinishDetail.DEADLINE,
-        FinishDetail.NON_FINITE_LOGITS,
-        FinishDetail.EXECUTOR_ERROR,
-        FinishDetail.NO_ALLOWED_TOKEN,
-        FinishDetail.GRAMMAR,
-    }
-)
 
 
 class LaneNumbers:
@@ -109,7 +98,7 @@ class LaneNumbers:
         before: when the last result was applied.
         """
         since = stalled.pop(sequence, before)
-        if sequence.finish is not None and sequence.finish.detail in _WITHOUT_TOKEN:
+        if sequence.finish is not None and sequence.finish.detail in CUT_OFF:
             return False
         known = sequence.group.spec.known_outputs
         if sequence.num_output_tokens > 1 + (len(known[sequence.sample_index]) if known else 0):

@@ -134,7 +134,7 @@ class Load:
     )  # fmt: skip
     num_prefix_hits: int = _count(
         "tokens", "Found there.", lambda counts: counts.prefixes.num_hits,
-        _family("vllm:prefix_cache_hits_total vllm:gpu_prefix_cache_hits_total", "Those that were found."),
+        _family("vllm:prefix_cache_hits_total vllm:gpu_prefix_cache_hits_total", "Tokens found there."),
     )  # fmt: skip
     num_prefix_host_hits: int = _count(
         "tokens", "Found in the host pool.", lambda counts: counts.prefixes.num_host_hits

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from cadenza_common.serving.slices import SLICE_ITEMS, Work, run_at_once, run_in_slices, slices_of
 from cadenza_common.telemetry.trace_context import parse_traceparent
+from cadenza_common.wire.limits import MAX_DRAFTS, MAX_GRACE_S
 from scheduler_svc.core.adapters.lane_adapters import NO_ADAPTERS
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.core.types import RequestSpec
@@ -30,10 +31,6 @@ from scheduler_svc.requests.sampling import BadWords, resolve_sampling, tokenize
 from scheduler_svc.requests.sampling_fields import SamplingFields, check_sampling, ignores_eos, sort_ids
 from scheduler_svc.requests.tokenizer import MAX_PROMPT_TOKENS, Tokenizer, TooManyTokensError
 
-MAX_GRACE_S = 3600
-"""Longest time in seconds for which a request can be kept without a stream."""
-MAX_DRAFTS = 64
-"""The most draft tokens that a request may ask for in one step."""
 _CONTEXT_TOKENS = 6
 """Number of prompt tokens that a text stream starts from, so that a word's leading space is as in the prompt's text."""
 _NO_TOKENIZER = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cadenza_common.plan.sampling import MAX_CANDIDATES
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
-from scheduler_svc.core.sequences.beams import MAX_CANDIDATES
 from scheduler_svc.core.types import BeamSpec
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.field_rules import PATH

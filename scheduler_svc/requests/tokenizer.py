@@ -288,7 +288,7 @@ def _special_ids(inner: Any) -> frozenset[int]:
 
 
 def _anchor(fast: Any) -> int | None:
-    """Return a token with a text of its own, where the text of tokens is that of each of them, one after the other.
+    """Return a token with a text of its own, where the text of tokens is their texts, one after the other.
 
     So it is for byte-level decoders, where only bytes of a character belong together; for Metaspace, which drops a
     leading space at the start only; and for sentencepiece's decoder with byte fallback, apart from its byte tokens.

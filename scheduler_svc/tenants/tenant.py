@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from cadenza_common.metrics.listener_counts import RefusalReason
+from cadenza_common.wire.limits import MAX_TOKEN_CHARS
 from scheduler_svc.tenants.errors import InvalidTokenError
 
 HASH_PREFIX = "sha256:"
 METADATA_KEY = "authorization"
-MAX_TOKEN_CHARS = 512
-"""A longer text is no token, and is not hashed."""
 _SCHEME = "bearer "
 _NO_DIGEST = bytes(hashlib.sha256().digest_size)
 

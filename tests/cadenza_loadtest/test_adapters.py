@@ -18,10 +18,11 @@ from cadenza_loadtest.requests import LoadTestError
 from cadenza_loadtest.results.csv_files import write_csv
 from cadenza_loadtest.results.results import point_of, read, run_of, write
 from cadenza_loadtest.workloads.adapters import adapter_names, parse_adapters
-from cadenza_loadtest.workloads.workloads import make_spec, make_workload
+from cadenza_loadtest.workloads.workloads import make_workload
 from cadenza_simulator.campaign import simulate
 from cadenza_simulator.options import find_profile, scheduler_config
 from tests.helpers.loadtest.loadtest_runs import made_up, made_up_file
+from tests.helpers.loadtest.specs import make_spec
 
 COUNT = 20_000
 

@@ -14,8 +14,9 @@ import pytest
 
 from cadenza_loadtest.driving import timer
 from cadenza_loadtest.driving.driver import drive, present_objects_left_out
-from cadenza_loadtest.driving.live import RequestInFlight, collect
+from cadenza_loadtest.driving.live import Recorder, RequestInFlight
 from cadenza_loadtest.driving.timer import Timer
+from cadenza_loadtest.measures.columns import RequestColumns
 from tests.helpers.loadtest.driver_target import FakePrompts, FakeTarget, at, shape
 
 pytestmark = pytest.mark.slow
@@ -179,6 +180,13 @@ async def test_a_closed_loop_ends_with_its_duration() -> None:
 # ---------------------------------------------------------------- columns
 
 
+def columns_of(*ended: RequestInFlight, start_s: float = 0.0) -> RequestColumns:
+    recorder = Recorder()
+    for live in ended:
+        recorder.add(live)
+    return recorder.columns(start_s)
+
+
 def test_columns_are_by_index_and_keep_their_gaps() -> None:
     first = RequestInFlight(shape(5, kind="long", tenant="a", n=2), 100.5, 7)
     first.sent_s = 100.75
@@ -191,7 +199,7 @@ def test_columns_are_by_index_and_keep_their_gaps() -> None:
     third.tokens(100.5, 1)
     third.tokens(100.75, 1)
     third.num_cached_tokens, third.queue_s = 16, 0.125
-    columns = collect([first, second, third], start_s=100.0)
+    columns = columns_of(first, second, third, start_s=100.0)
     assert columns.index.tolist() == [3, 4, 5]
     assert columns.due_s.tolist() == [0.0, 0.25, 0.5]
     assert columns.sent_s.tolist()[2] == 0.75
@@ -218,13 +226,13 @@ def test_gaps_may_be_left_out() -> None:
     live = RequestInFlight(shape(0), 0.0, 2, keep_gaps=False)
     live.tokens(1.0, 1)
     live.tokens(2.0, 1)
-    columns = collect([live], 0.0)
+    columns = columns_of(live)
     assert (columns.first_s[0], columns.last_s[0], columns.num_gaps[0], len(columns.gap_s)) == (1.0, 2.0, 0, 0)
     assert live.times == array("d")
 
 
 def test_columns_of_nothing() -> None:
-    columns = collect([], 0.0)
+    columns = columns_of()
     assert len(columns) == 0
     assert columns.ok.tolist() == columns.gap_s.tolist() == []
 

@@ -11,7 +11,8 @@ import pytest
 
 from cadenza_loadtest.requests import LoadTestError, RequestShape
 from cadenza_loadtest.workloads.prompts import Prompts
-from cadenza_loadtest.workloads.workloads import make_spec, make_workload
+from cadenza_loadtest.workloads.workloads import make_workload
+from tests.helpers.loadtest.specs import make_spec
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

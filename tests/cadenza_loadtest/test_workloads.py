@@ -15,7 +15,8 @@ from scipy import stats
 
 from cadenza_loadtest.requests import LoadTestError, RequestShape
 from cadenza_loadtest.workloads.mixes import Algorithm, parse_mix, parse_tenants
-from cadenza_loadtest.workloads.workloads import KINDS, WorkloadSpec, make_spec, make_workload
+from cadenza_loadtest.workloads.workloads import KINDS, WorkloadSpec, make_workload
+from tests.helpers.loadtest.specs import make_spec
 
 COUNT = 10_000
 

@@ -87,7 +87,7 @@ async def test_a_limit_that_is_too_large_is_refused(drafting):
     )
     # A client of another version may send what this one refuses.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cadenza.prompts._MAX_DRAFTS", 1000)
+        patch.setattr("cadenza.prompts.MAX_DRAFTS", 1000)
         async with AsyncClient(drafting.target) as client:
             with pytest.raises(InvalidRequestError) as caught:
                 await client.generate("a", speculation=65)

@@ -12,13 +12,12 @@ import grpc
 
 from cadenza.errors import CadenzaError, DamagedStreamError, UnavailableError, has_server_details
 from cadenza.v1 import generation_pb2
+from cadenza_common.wire.limits import MAX_GRACE_S
 
 RECONNECT_TIMEOUT_S = 30.0
 """Default time for which a client tries to reach a server again."""
 _GRACE_FACTOR = 2
 """The server may notice the loss before the client does, and the last attempt may take its time."""
-MAX_GRACE_S = 3600.0
-"""Longest grace that a server takes."""
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
 _MAX_DOUBLINGS = 10

@@ -29,7 +29,7 @@ def scratch_bytes(shape: AttentionShape, max_model_len: int) -> int:
 
 
 def _scratch_rows(shape: AttentionShape) -> int:
-    """Return the most rows at once: those of a tile of one KV head, or one token's of all KV heads."""
+    """Return the most rows at once: a tile's rows for one KV head, or one token's rows for all KV heads."""
     return max(tile_tokens(shape) * shape.group, shape.num_heads)
 
 

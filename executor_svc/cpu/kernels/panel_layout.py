@@ -15,6 +15,9 @@ PANEL = 2 * LANES
 ROWS_AT_ONCE = 96
 """Rows of an item: their part of x stays in the L2 cache while panels are read."""
 
+UNIT_BYTES = 4
+"""Bytes of a unit: the numbers of one row that one operation multiplies (`inner_step`), in every dtype."""
+
 _I32 = ir.IntType(32)
 _VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
 

@@ -22,9 +22,8 @@ from torch.nn import functional
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.norm import each_piece
-from executor_svc.cpu.kernels.panel_layout import PANEL, inner_step
+from executor_svc.cpu.kernels.panel_layout import PANEL, UNIT_BYTES, inner_step
 
-UNIT_BYTES = 4
 _PANEL_UNIT_BYTES = PANEL * UNIT_BYTES
 _LEAST_MAPPED_BYTES = 1 << 20
 _I32 = ir.IntType(32)

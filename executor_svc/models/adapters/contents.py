@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from executor_svc.models.adapters.modules import EMBEDDING, HEAD, Module
+from executor_svc.models.adapters.modules import EMBEDDING, Module
 from executor_svc.models.adapters.paths import CONFIG_FILE
 from executor_svc.models.adapters.targets import LoraTarget, Targets
 from executor_svc.models.adapters.tensor_names import Kind, parse_name
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.safetensors_file import StoredTensor
+from executor_svc.models.spec import HEAD
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from executor_svc.models.spec import DecoderSpec, linear_shapes
+from executor_svc.models.spec import HEAD, DecoderSpec, linear_shapes
 
 EMBEDDING = "model.embed_tokens"
-HEAD = "lm_head"
 
 LinearName = Literal["attention.qkv", "attention.output", "mlp.gate_up", "mlp.down", "lm_head"]
 """As the argument of `models.base.Builder.prepare_linear`."""

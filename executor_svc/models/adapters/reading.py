@@ -16,14 +16,14 @@ from torch import Tensor
 from executor_svc.models.adapters.adapter import Adapter, EmbeddingPart, LoraPart, TokenRows
 from executor_svc.models.adapters.config import parse_config
 from executor_svc.models.adapters.contents import AdapterLimits, Contents, FilePair, find_contents
-from executor_svc.models.adapters.modules import EMBEDDING, HEAD, LinearName, decoder_modules
+from executor_svc.models.adapters.modules import EMBEDDING, LinearName, decoder_modules
 from executor_svc.models.adapters.paths import CONFIG_FILE, allowed_file
 from executor_svc.models.adapters.targets import Targets, find_targets
 from executor_svc.models.base import ModelConfigError, StoredWeight
 from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.safetensors_file import StoredTensor, tensors_of
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.spec import HEAD, DecoderSpec
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from executor_svc.models.adapters.config import ALL_LINEAR, AdapterConfig
-from executor_svc.models.adapters.modules import EMBEDDING, HEAD, Module
+from executor_svc.models.adapters.modules import EMBEDDING, Module
 from executor_svc.models.adapters.paths import CONFIG_FILE
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.quantized.name_pattern import MatchTime, NamePattern, PatternError
+from executor_svc.models.spec import HEAD
 
 _TABLES = {"embed_tokens": EMBEDDING, EMBEDDING: EMBEDDING, HEAD: HEAD}
 """The modules that may be saved whole or have single rows trained, by the names that configs use."""

@@ -10,8 +10,7 @@ from executor_svc.device.ranks import RankKernels
 from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder
 from executor_svc.models.parallel.split import ROW_PARALLEL
-
-HEAD = "lm_head"
+from executor_svc.models.spec import HEAD
 
 
 class RankBuilder:

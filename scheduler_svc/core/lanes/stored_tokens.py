@@ -73,7 +73,7 @@ def num_filled(sequences: Iterable[Sequence], block_size: int) -> int:
     num_tokens = 0
     for shared, num_computed in filled.items():
         if len(filled) == 1 and fill.keys().isdisjoint(shared.block_ids):
-            # Those of one group: there may be 8,192 blocks, so no Python call for each.
+            # One group's blocks: there may be 8,192 blocks, so no Python call for each.
             num_tokens = min(num_computed, len(shared.block_ids) * block_size)
         else:
             _add_fill(fill, shared.block_ids, num_computed, block_size)
@@ -81,7 +81,7 @@ def num_filled(sequences: Iterable[Sequence], block_size: int) -> int:
 
 
 def _own_fill(sequences: Iterable[Sequence], block_size: int) -> tuple[dict[int, int], dict[SharedBlocks, int]]:
-    """As `fill_of`, without what groups share; and of that the number of its tokens whose KV is stored."""
+    """`fill_of` without the blocks that groups share; and by these blocks, how many of their tokens are stored."""
     fill: dict[int, int] = {}
     filled: dict[SharedBlocks, int] = {}
     for sequence in sequences:

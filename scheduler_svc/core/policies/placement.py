@@ -51,7 +51,7 @@ class Candidate:
     num_queued: int = 0
     """Number of sequences that wait there."""
     num_queued_tokens: int = 0
-    """Number of tokens that those need computed."""
+    """Number of tokens that these sequences need computed."""
     seen: LaneOutlook | None = None
     """What `look` has found; None: the lane has changed since."""
 

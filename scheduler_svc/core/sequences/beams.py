@@ -1,9 +1,9 @@
 """Beam search over candidates from an executor: which beams continue, which have finished, and the best of them.
 
 The algorithm is that of transformers 5 (generation/utils.py, `_beam_search` and its helpers) for one prompt. The
-`width` best continuations that do not stop become the next beams; those of the `width` best overall that stop become
-hypotheses, of which the `width` best are kept. Sums and scores are rounded to float32, as there, so that near ties are
-resolved alike. Every stop id counts as eos_token_id does in transformers.
+`width` best continuations that do not stop become the next beams. If one of the `width` best overall stops, it becomes
+a hypothesis; the `width` best hypotheses are kept. Sums and scores are rounded to float32, as there, so that near ties
+are resolved alike. Every stop id counts as eos_token_id does in transformers.
 
 Three things differ, all where transformers has no meaningful answer:
 - Which of two equal sums goes first is left open by torch; here the beam that was better before, then the candidate
@@ -22,11 +22,9 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 from cadenza_common.plan.result import Candidates
+from cadenza_common.plan.sampling import MAX_CANDIDATES
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail
-
-MAX_CANDIDATES = 256
-"""Maximum number of candidates per beam that an executor returns: see execution.proto."""
 
 
 @dataclass(frozen=True, slots=True)

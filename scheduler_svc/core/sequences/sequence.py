@@ -164,7 +164,7 @@ class Sequence(SequenceTokens):
         self.length_detail = detail
 
     def apply_max_model_len(self, max_model_len: int) -> None:
-        """Set the maximum length for an executor with this limit; a limit of a former executor counts no more."""
+        """Set the maximum length for an executor with this limit; a former executor's limit no longer counts."""
         self.max_len, self.length_detail = self.group.length_limit(max_model_len)
 
     def change_state(self, state: SequenceState) -> None:
@@ -314,7 +314,7 @@ class SequenceGroup:
         self.lane_id: int | None = None
         """The executor that runs it, or ran it last: what it holds, it holds there. None: it has never run."""
         self.held_until = 0
-        """The newest step of that executor that still refers to it, once it has stopped running there."""
+        """When it has stopped running there: the executor's newest step that still refers to it."""
         self.numerics: bytes | None = None
         """The numerics of that executor, under which it goes on; None: it has never run in this process."""
         self.outgrown_kv_tokens = 0

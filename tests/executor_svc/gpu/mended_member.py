@@ -1,4 +1,4 @@
-"""The process of another rank than 0, for tests: the kernels of a GPU run under Triton's interpreter."""
+"""The process of a rank other than 0, for tests: the kernels of a GPU run under Triton's interpreter."""
 
 from __future__ import annotations
 

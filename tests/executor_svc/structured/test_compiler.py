@@ -47,8 +47,8 @@ class Slow(Compiler):
 def test_only_those_with_the_same_grammar_wait(source: TableSource) -> None:
     compiler = Slow(source)
     with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(compiler.compiled, A) for _ in range(3)]
-        assert compiler.compiled(B).matcher().consume_tokens([])
+        waiting = [pool.submit(compiler.request(A).result) for _ in range(3)]
+        assert compiler.request(B).result().matcher().consume_tokens([])
         assert not any(each.done() for each in waiting)
         compiler.may_go_on.set()
         assert len({id(each.result()) for each in waiting}) == 1
@@ -114,23 +114,23 @@ def test_a_grammar_that_nobody_wants_any_more_is_not_compiled(source: TableSourc
     with pytest.raises(CancelledError):
         dropped.result()
     assert sorted(compiler.begun) == ["a0", "a1", "a2"]
-    assert compiler.compiled(A), "it may be asked for again"
+    assert compiler.request(A).result(), "it may be asked for again"
 
 
 def test_a_grammar_that_cannot_be_compiled_is_an_error_each_time(source: TableSource) -> None:
     compiler = Compiler(source)
     for _ in range(2):
         with pytest.raises(GrammarError, match="regex"):
-            compiler.compiled(BAD)
+            compiler.request(BAD).result()
     assert not compiler.has(BAD)
 
 
 def test_what_is_kept_is_bounded_in_bytes(source: TableSource) -> None:
     specs = [GrammarSpec("choices", choices=(f"{number}" * 3000,)) for number in range(4)]
     compiler = Compiler(source, max_bytes=3 * compiled_bytes(specs[0]))
-    kept = [compiler.compiled(spec) for spec in specs[:3]]
-    assert compiler.compiled(specs[0]) is kept[0]
-    compiler.compiled(specs[3])
+    kept = [compiler.request(spec).result() for spec in specs[:3]]
+    assert compiler.request(specs[0]).result() is kept[0]
+    compiler.request(specs[3]).result()
     assert [compiler.has(spec) for spec in specs] == [True, False, True, True]
     compiler.forget(specs[0], kept[1])
     assert compiler.has(specs[0]), "it was another one that failed"

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Emitter, Int, Vec
-from executor_svc.cpu.kernels.lora.places import PART_FIELDS, PLACE_FIELDS, UNIT_BYTES
+from executor_svc.cpu.kernels.lora.places import PART_FIELDS, PLACE_FIELDS
 from executor_svc.cpu.kernels.lora.shrink import HALVES, ShrinkTile, heights
 from executor_svc.cpu.kernels.matmul import split_rows
 from executor_svc.cpu.kernels.matmul_tiles import Output
-from executor_svc.cpu.kernels.panel_layout import inner_step, load_weights, widened_weights
+from executor_svc.cpu.kernels.panel_layout import UNIT_BYTES, inner_step, load_weights, widened_weights
 
 
 @dataclass(frozen=True, slots=True)

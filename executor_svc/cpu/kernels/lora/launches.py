@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
-from executor_svc.cpu.kernels.codegen.emit import LANES, Dtype
+from executor_svc.cpu.kernels.codegen.emit import LANES
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.lora.expand import expand
 from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces, CpuEmbeddingPlaces
@@ -17,9 +17,8 @@ from executor_svc.cpu.kernels.lora.rows import TILE_ROWS, CpuAdapterRows
 from executor_svc.cpu.kernels.lora.shrink import HALVES, shrink
 from executor_svc.cpu.kernels.lora.tables import replace_rows, replaced_columns, take_sums
 from executor_svc.cpu.kernels.matmul_tiles import Output
+from executor_svc.cpu.kernels.quantized.launches import DTYPES
 from executor_svc.cpu.kernels.workspace import Workspace
-
-_DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class AdapterLaunches:
         """As `AdapterKernels.add_adapters`."""
         assert (x.shape[1], y.shape[1]) == (places.in_features, places.out_features)
         assert x.is_contiguous()
-        output, read = Output(_DTYPES[x.dtype], _DTYPES[y.dtype], False), (x.data_ptr(), x.shape[1])
+        output, read = Output(DTYPES[x.dtype], DTYPES[y.dtype], False), (x.data_ptr(), x.shape[1])
         if places.replaces_rows:
             scratch = self.scratch(TILE_ROWS * LANES * 4).data_ptr()
             held = places.table.address, places.table.row_bytes, scratch
@@ -47,7 +46,7 @@ class AdapterLaunches:
     def embedding(self, token_ids: Tensor, y: Tensor, places: CpuEmbeddingPlaces, rows: CpuAdapterRows) -> None:
         """As `AdapterKernels.add_embedding_adapters`."""
         assert y.shape[1] == places.hidden_size
-        dtype = _DTYPES[y.dtype]
+        dtype = DTYPES[y.dtype]
         read, held = (token_ids.data_ptr(),), (places.table.address, places.table.row_bytes)
         replace = replace_rows(self.code, dtype, places.hidden_size)
         self._each_tile(replace, rows, (*read, y.data_ptr(), *held))

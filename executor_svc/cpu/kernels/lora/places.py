@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from executor_svc.cpu.kernels.codegen.emit import LANES
-from executor_svc.cpu.kernels.panel_layout import inner_step
+from executor_svc.cpu.kernels.panel_layout import UNIT_BYTES, inner_step
 from executor_svc.device.adapters import AdapterPart, EmbeddingPair, PackedPart, ReplacedRows
 from executor_svc.plan.arrays import IntArray
 
@@ -29,8 +29,6 @@ of the rows; then the fields of each part."""
 
 PART_FIELDS = 6
 """First of its sums, units of a row of b, first column of the result, columns, address of b, scale (a float)."""
-
-UNIT_BYTES = 4
 
 _ALIGNED = 64
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec
-from executor_svc.cpu.kernels.lora.places import UNIT_BYTES
 from executor_svc.cpu.kernels.lora.rows import TILE_FIELDS
 from executor_svc.cpu.kernels.matmul import split_rows
 from executor_svc.cpu.kernels.matmul_tiles import dot, has_pairs, load_pair
-from executor_svc.cpu.kernels.panel_layout import inner_step, load_weights, widened_weights
+from executor_svc.cpu.kernels.panel_layout import UNIT_BYTES, inner_step, load_weights, widened_weights
 
 HALVES = 2
 """Items of a tile, in both products."""

@@ -1,4 +1,4 @@
-"""The exchanges of one rank, as launches beside those of its model."""
+"""The exchanges of one rank, as launches beside its model's."""
 
 from __future__ import annotations
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
-MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
-MIX_2 = tl.constexpr(0x94D049BB133111EB)
+from executor_svc.sampling import splitmix64
+
+GOLDEN_GAMMA = tl.constexpr(splitmix64.GAMMA)
+MIX_1 = tl.constexpr(splitmix64.MIX_1)
+MIX_2 = tl.constexpr(splitmix64.MIX_2)
 BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 SCALE = tl.constexpr(2.0**-53)
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cadenza_common.plan.result import SlotError
+from executor_svc.batch.step_result import LATE, NOT_ACCEPTED
 from executor_svc.gpu.kernels.rows import check
 from executor_svc.gpu.kernels.slots.slots import (
     MAX_LEN,
@@ -36,14 +37,9 @@ from executor_svc.gpu.kernels.slots.slots import (
 )
 from executor_svc.gpu.kernels.variant import Variant
 
-IDLE = -1
-"""Error of a row whose slot, or whose source, had stopped before the step; of a later round: the slot takes no token.
-
-The same as `step_result.NOT_ACCEPTED`.
-"""
-
-LATE = -2
-"""Error of a row that gives no token although its slot goes on: the same as `step_result.LATE`."""
+IDLE = NOT_ACCEPTED
+"""In place of an error: the row gives no token, as its slot or its source had stopped before the step; or, in a later
+round, as the slot takes no further token."""
 
 _IDLE = tl.constexpr(IDLE)
 _LATE = tl.constexpr(LATE)

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import event, given, settings
 
 from cadenza_common.plan.result import Candidates
+from cadenza_common.plan.sampling import MAX_CANDIDATES
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.sequences.beams import MAX_CANDIDATES, BeamSearch, Hypothesis
+from scheduler_svc.core.sequences.beams import BeamSearch, Hypothesis
 from scheduler_svc.core.types import BeamSpec, Finish, FinishDetail
 
 EOS, STOP = 1, 2

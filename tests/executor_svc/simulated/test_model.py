@@ -9,8 +9,9 @@ import pytest
 
 from cadenza_common.plan.result import SlotError
 from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.sampling import splitmix64
 from executor_svc.sampling.logits_edits import LogitsEdits, RowTokens
-from executor_svc.simulated import hashing, tokens
+from executor_svc.simulated import hashing
 from executor_svc.simulated.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from executor_svc.simulated.model import fingerprint
 from executor_svc.simulated.ranking import Ranking, strides
@@ -26,9 +27,9 @@ def hashes(count: int) -> np.ndarray:
 
 def test_the_mixer_is_splitmix64s() -> None:
     """The first two numbers of the reference implementation from seed 0."""
-    states = np.array([hashing.GAMMA, 2 * hashing.GAMMA % 2**64], np.uint64)
+    states = np.array([splitmix64.GAMMA, 2 * splitmix64.GAMMA % 2**64], np.uint64)
     assert hashing.mix(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
-    assert tokens._mix(hashing.GAMMA) == 0xE220A8397B1DCDAF
+    assert splitmix64.mix(splitmix64.GAMMA) == 0xE220A8397B1DCDAF
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 50, 64, 257, 1000])

@@ -33,7 +33,7 @@ async def executor_service(
 ) -> AsyncIterator[str]:
     """An executor, behind the gate if there is one; yields its address.
 
-    On one thread, unless it is told otherwise: several wait for each other, and the tests' other processes have theirs.
+    num_threads is 1 by default: the threads of several processes would wait for each other on a machine with two cores.
     """
     gate = gate or Gate()
     if "simulate" not in options:

@@ -41,6 +41,7 @@ def chat(lines: str, capsys, monkeypatch, **info) -> tuple[int, list[str], str]:
     return code, script.messages, capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "messages"),
     [

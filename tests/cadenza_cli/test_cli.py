@@ -38,6 +38,7 @@ def test_generate_prints_the_answer(target, script, capsys):
     assert (params.max_tokens, params.temperature) == (7, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--raw"], ["--json"], ["--ids", "5"]])
 def test_generate_limits_drafts(target, script, arguments):
     prompt = [] if "--ids" in arguments else ["a"]
@@ -216,6 +217,7 @@ def test_closed_streams(target, script, monkeypatch):
     assert run(["generate", "--target", target]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

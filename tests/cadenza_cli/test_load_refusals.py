@@ -104,6 +104,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_one_line_says_what_is_wrong(
     arguments: str, message: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ def test_adapters_are_loaded_listed_used_and_unloaded(
     assert line.endswith(str(tmp_path / "a"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -134,6 +134,7 @@ def test_the_simulator_has_none() -> None:
         simulate(settings, [find_profile("a100-40gb-opt-13b")], scheduler_config({}), 0)
 
 
+@pytest.mark.slow
 def test_a_result_has_the_adapter_of_each_request(tmp_path: Path) -> None:
     columns = made_up(300, 1, adapters=2)
     metrics = measure(columns, window=None, slo=None)

@@ -125,18 +125,21 @@ def swept_file(label: str, values: list[Any], **settings: Any) -> LoadTestFile:
     return file.model_copy(update={"points": points})
 
 
+@pytest.mark.slow
 def test_points_are_matched_by_their_values_however_written() -> None:
     comparison = compare([swept_file("a", [1.0, "2", "inf"]), swept_file("b", ["inf", "1", 4.0])])
     assert [point.swept for point in comparison.points] == [{"request_rate": 1.0}, {"request_rate": "inf"}]
     assert comparison.unmatched == (("a", {"request_rate": "2"}), ("b", {"request_rate": 4.0}))
 
 
+@pytest.mark.slow
 def test_a_file_that_does_not_sweep_a_setting_is_matched_by_the_setting() -> None:
     single = made_up_file("b", [1], num_requests=30, swept={}, settings={"request_rate": 2})
     comparison = compare([swept_file("a", [1.0, 2.0]), single])
     assert [point.swept for point in comparison.points] == [{"request_rate": 2.0}]
 
 
+@pytest.mark.slow
 def test_what_was_not_the_same_is_listed() -> None:
     base = made_up_file(
         "a", [1], num_requests=20, settings={"output_len": "128"}, server={"model": "demo", "options": {"x": "1"}}
@@ -170,6 +173,7 @@ def test_a_comparison_needs_two_files() -> None:
         compare([made_up_file("a", [1], num_requests=20)])
 
 
+@pytest.mark.slow
 def test_files_that_were_read_back_compare_the_same(tmp_path: Any) -> None:
     files = [made_up_file("a", [1], num_requests=50), made_up_file("b", [2], num_requests=50)]
     back = [read(write(tmp_path / f"{file.label}.json", file)) for file in files]
@@ -202,6 +206,7 @@ def test_a_point_is_shown_in_100_columns() -> None:
     assert "TIMEOUT" in text
 
 
+@pytest.mark.slow
 def test_a_narrow_terminal_is_not_overrun() -> None:
     files = [made_up_file("a", [1], num_requests=50), made_up_file("b", [2], num_requests=50)]
     assert "TTFT, ms" in text_of(point_view(files[0].points[0]), width=80)

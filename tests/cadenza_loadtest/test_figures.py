@@ -139,6 +139,7 @@ def curve(label: str, at: list[float], width: float = 0.1) -> Curve:
     return Curve(label, [f"{each:g}" for each in at], points, "request-rate", at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curves", [1, 3])
 def test_names_of_points_are_clear_of_each_other_of_lines_and_of_edges(curves: int) -> None:
     """Each at the top of its point's bar."""

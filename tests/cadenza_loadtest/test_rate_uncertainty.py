@@ -41,6 +41,7 @@ def test_intervals_hold_the_rate_about_as_often_as_they_say(takes_s: float) -> N
     assert all(270 <= count <= 297 for count in held.values()), held
 
 
+@pytest.mark.slow
 def test_rates_are_resampled_around_what_was_measured() -> None:
     run = made_up(800, 1)
     metrics = measure(run, window=(5.0, 70.0), slo=Slo(ttft_s=0.2))
@@ -102,6 +103,7 @@ def test_a_run_too_short_for_its_requests_says_so() -> None:
     assert percentiles == "Uncertainty not known for TTFT p99, E2E p99: needs 368 values."
 
 
+@pytest.mark.slow
 def test_two_runs_differ_by_their_throughput() -> None:
     (changes,) = compare([file_of("a", served(1)), file_of("b", served(2, rate=8.0))]).points[0].changes
     for name in ("requests_per_s", "goodput_per_s", "output_tokens_per_s"):

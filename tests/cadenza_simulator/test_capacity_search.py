@@ -108,6 +108,7 @@ def test_a_budget_shortens_the_trials_and_keeps_the_answer() -> None:
     assert slow.now > 3 * system.now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget_s", [0.5, 2.0, 5.0, 12.0, 25.0])
 def test_a_budget_is_kept_to_a_request(budget_s: float) -> None:
     """Also within a trial, and what is stated then is what was seen."""
@@ -142,6 +143,7 @@ def test_slow_executors_lose_nothing_by_a_budget() -> None:
     assert len({trial.rate for trial in found.trials}) == len(found.trials), "no rate is tried twice"
 
 
+@pytest.mark.slow
 def test_what_is_tried_is_reported() -> None:
     _, view = searched(MadeUpSystem(47.0), 1, 2, budget_s=60.0)
     numbers = [each.number for each in view.trials]

@@ -62,6 +62,7 @@ def test_a_result_like_that_of_a_load_test(
     assert (tmp_path / "csv" / "requests.csv").exists()
 
 
+@pytest.mark.slow
 def test_the_placement_policy_is_in_the_result_and_is_repeated(costs: str, tmp_path: Path) -> None:
     first, again, other = (str(tmp_path / name) for name in ("first.json", "again.json", "other.json"))
     load = [*SMALL, "--request-rate", "100", "--executors", "2"]
@@ -148,6 +149,7 @@ def test_the_picture_of_capacities(tmp_path: Path) -> None:
         write_capacity(found, png / "in-a-file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

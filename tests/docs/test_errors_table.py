@@ -37,6 +37,7 @@ def test_every_call_has_a_row():
     assert {row.call.removesuffix(" stream") for row in ROWS} == set(CALLS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "path", "field"), ALL_FIELDS, ids=[f"{call}-{path}" for call, path, _ in ALL_FIELDS])
 def test_every_field_has_its_rows(call, path, field):
     rows = rows_about(call, path) or (call == "Tokenize" and rows_about("Generate", path))

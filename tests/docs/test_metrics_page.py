@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers.paths import ROOT
 
 
+@pytest.mark.slow
 def test_the_page_is_made_from_the_definitions() -> None:
     command = [sys.executable, str(ROOT / "docs" / "generate_metrics.py"), "--check"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)

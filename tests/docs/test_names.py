@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 
+import pytest
+
 from tests.helpers.paths import PACKAGES, ROOT
 
 
@@ -20,6 +22,7 @@ def classes() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_two_classes_of_the_product_have_one_name() -> None:
     found = classes()
     assert len(found) > 1000

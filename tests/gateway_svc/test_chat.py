@@ -93,6 +93,7 @@ async def test_what_clients_send_back_of_an_answer_changes_nothing(g):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -189,6 +190,7 @@ async def test_a_streamed_response(w, g):
     assert [*itertools.chain.from_iterable(event["logprobs"] for event in events[4:-4])] == whole["logprobs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -161,6 +161,7 @@ async def test_best_of_returns_the_most_likely(simulated):
     assert refused["error"]["param"] == "best_of"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param"),
     [

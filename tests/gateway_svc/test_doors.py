@@ -182,6 +182,7 @@ async def test_limits_of_bodies_heads_and_requests(w, tokenizer_folder):
         await running
 
 
+@pytest.mark.slow
 async def test_a_prompt_that_no_message_can_hold_is_413(g):
     for prompt in ("a" * 1_600_000, [511] * 800_000):
         assert "bytes" in (await g.post("/v1/completions", {"prompt": prompt}, 413))["error"]["message"]

@@ -152,6 +152,7 @@ def no_error_is_logged(caplog):
     assert not [each.getMessage() for each in ours if each.levelname == "ERROR"]
 
 
+@pytest.mark.slow
 def test_no_body_makes_the_gateway_fail_or_leaves_a_request_behind(door, no_error_is_logged):
     statuses = set()
 
@@ -172,6 +173,7 @@ DEEP = json.loads("[" * 400 + "]" * 400)
 OF_EACH_TYPE = (True, 7, -(2**63), 10**400, 0.5, "text", "\ud800", ["text", 7, None], {"type": "text", "a": {}}, DEEP)
 
 
+@pytest.mark.slow
 def test_no_type_of_any_field_makes_the_gateway_fail(door, no_error_is_logged):
     """Each field of each API with a value of each type, some of them at a time."""
     bodies = []
@@ -250,6 +252,7 @@ async def connected(door):
         writer.transport.abort()
 
 
+@pytest.mark.slow
 def test_no_damaged_request_and_no_cut_connection_leaves_anything_behind(door, no_error_is_logged):
     async def send(data, num_read):
         async with connected(door) as (reader, writer):

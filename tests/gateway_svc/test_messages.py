@@ -50,6 +50,7 @@ async def test_a_stop_sequence_is_named(simulated):
     assert stop not in answer["content"][0]["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "named"),
     [

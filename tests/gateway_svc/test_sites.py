@@ -43,6 +43,7 @@ async def test_other_names_and_pages_of_other_sites_get_nothing(w, g):
     assert (await g.get("/v1/models", 403, Origin="null"))["error"]["code"] == "wrong_origin"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1:80", "localhost", "[::1]:8000", "host.docker.internal:8000", "10.0.0.7"])
 async def test_own_names_and_addresses_are_served(w, g, host):
     await w.until(lambda: g.state.link.is_serving)

@@ -47,6 +47,7 @@ async def test_one_of_many_prompts_that_fails_ends_the_others(w, g):
     await w.idle()
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_is_disconnected_and_harms_nobody(tokenizer_folder):
     executor = ScriptedExecutor(max_model_len=100_000, num_blocks=20_000, max_logprobs=128)
     async with world(executor, tokenizer=tokenizer_folder) as w, gateway(w.target, http_write_timeout_s=0.3) as g:
@@ -68,6 +69,7 @@ async def test_a_client_that_does_not_read_is_disconnected_and_harms_nobody(toke
     assert not w.engine._live
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_a_whole_answer_is_disconnected(tokenizer_folder):
     """An answer that is no stream: some 700 KB of logprobs."""
     executor = ScriptedExecutor(max_logprobs=128)

@@ -37,6 +37,7 @@ def test_calls_are_found() -> None:
     assert wall_clock_calls(source) == ["1: time.time", "2: time.time_ns", "3: datetime.datetime.now"]
 
 
+@pytest.mark.slow
 def test_the_services_read_the_wall_clock_where_it_is_meant() -> None:
     files = [path for folder in ("scheduler_svc", "executor_svc") for path in (ROOT / folder).rglob("*.py")]
     files.append(ROOT / "cadenza_common" / "serving" / "heartbeats.py")

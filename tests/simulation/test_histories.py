@@ -21,6 +21,7 @@ _ENDS = [*sorted(FinishDetail.__members__.keys() - {"GRAMMAR"}), "ModelChangedEr
 """How samples end, and requests that a changed executor cannot serve; simulated executors have no grammars."""
 
 
+@pytest.mark.slow
 def test_every_promise_holds_and_everything_happens() -> None:
     """A failure names its seed, and the command that repeats it."""
     reports = run_chunk([*range(NUM_CHECKED), _RARE])
@@ -51,6 +52,7 @@ def test_every_promise_holds_in_many_more(first: int) -> None:
     run_chunk(range(first, first + _TESTED_CHUNK))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 20, 36])
 def test_a_seed_repeats_its_history(seed: int) -> None:
     """Event by event, whatever ran before it in this process; 20 runs the service's own executor, 36 is recorded."""
@@ -60,6 +62,7 @@ def test_a_seed_repeats_its_history(seed: int) -> None:
     assert len(trace) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [142, 569, 2788, 2999, 4362, 5500, 5958, 7393])
 def test_what_once_went_wrong_in_few_histories(seed: int) -> None:
     """Requests of adapters outlived the last executor with any; what outgrew all pools waited for ever in a batch; the

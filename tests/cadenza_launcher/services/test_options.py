@@ -133,6 +133,7 @@ def all_samples() -> dict[str, Any]:
     return samples | {"max_queued_requests": 2 * samples["batch_size"], "distributed_executor_backend": "mp"}
 
 
+@pytest.mark.slow
 def test_every_option_reaches_its_services_whole(tmp_path):
     """Through the arguments that the services are started with, from a call, from the environment and from a file."""
     options = all_samples()
@@ -158,6 +159,7 @@ def test_every_option_reaches_its_services_whole(tmp_path):
         assert set(arguments.settings) == set(options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["up", "generate", "chat"])
 def test_every_option_is_taken_by_every_command(command, monkeypatch, capsys):
     started: list[dict[str, Any]] = []

@@ -130,6 +130,7 @@ def test_halves_undo_neighbours() -> None:
     np.testing.assert_array_equal(halves(torch.from_numpy(neighbours(values, 2)), 6).numpy(), values)
 
 
+@pytest.mark.slow
 def test_tokens_equal_llama_cpp() -> None:
     """A mixed file, tied, by llama.cpp: its greedy tokens, where they are clear."""
     model, compared = Model(MIXED, dtype="float32", quantized_activations="off"), 0

@@ -20,6 +20,7 @@ GROWS = "(?:(?:(?:a{1000}){1000}){1000}){1000}"
 HANGS = r"(([\w.]|[\w.])+)+\1[A-Z]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

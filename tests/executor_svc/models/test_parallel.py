@@ -48,6 +48,7 @@ def logits_of(threads: RankThreads, tokens: list[int]) -> Tensor:
     return on_ranks(threads.size, run)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", short_and_long(FAMILIES, ["gemma2", "llama", "qwen2"]))
 def test_logits_are_those_of_transformers(checkpoint: Callable[[str], Path], family: str) -> None:
     """With as many KV heads as ranks, and with fewer; a vocabulary that no number of ranks divides."""
@@ -59,6 +60,7 @@ def test_logits_are_those_of_transformers(checkpoint: Callable[[str], Path], fam
         assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", short_and_long(["int8", "int4"], ["int4"]))
 def test_weights_in_few_bits_are_divided_where_their_groups_are(tmp_path: Path, quantization: str) -> None:
     """The same numbers as undivided, but for the order of sums; a rank's columns end where groups do."""

@@ -226,6 +226,7 @@ NOT_CHECKED = {("missing", "g_idx"), ("missing", "weight_shape")}
 """Tensors that may be absent."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", BROKEN)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_broken_tensor_is_an_error_that_names_it(name: str, change: str, tmp_path: Path) -> None:
@@ -351,6 +352,7 @@ def replaced(content: Any, path: tuple[str, ...], value: Any) -> Any:
     return content | {path[0]: rest}
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), name=st.sampled_from(NAMES), value=VALUES)
 def test_any_value_of_any_field_loads_or_is_an_error_of_the_loader(data: st.DataObject, name: str, value: Any) -> None:

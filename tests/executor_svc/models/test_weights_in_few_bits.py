@@ -159,6 +159,7 @@ def test_parts_in_few_bits_have_the_numbers_and_places_of_dense_ones(head_size: 
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
 def test_the_cpu_multiplies_with_the_numbers_of_a_stored_linear(kind: QuantFormat) -> None:
     rows = RandomRows((70, 128), kind, 3, torch.randperm(128, generator=torch.Generator().manual_seed(4)))

@@ -42,6 +42,7 @@ def next_result(bench: Bench) -> StepResult | None:
     return bench.apply()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_mirror_is_the_truth_after_every_step(seed: int) -> None:
     bench, executor = new_bench(seed, 40)

@@ -26,6 +26,7 @@ def shares(acceptance: float, num_at_once: int) -> list[float]:
     return [accepted / drafted for accepted, drafted in zip(drafts.accepted, drafts.drafted, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("acceptance", "num_at_once"), [(0.0, 8), (0.6, 1), (0.6, 8), (1.0, 8)])
 def test_each_draft_is_right_as_often_as_stated(acceptance: float, num_at_once: int) -> None:
     expected = [acceptance, acceptance**2, acceptance**3]

@@ -204,6 +204,7 @@ def test_drafts_over_the_executors_limit_are_refused() -> None:
         slots.apply(plan(admitted=(sequence(0, [1], [0], max_drafts=7),)))
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_steps_with_drafts_are_many_steps_without(data: st.DataObject) -> None:

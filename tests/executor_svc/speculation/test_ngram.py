@@ -130,6 +130,7 @@ def test_no_drafts_where_none_are_allowed_or_known():
     assert driver.drafts([0, 1, 2, 3], [3, 3, 1, 3]) == [[], [], [4], []]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1 << 30), st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_n_grams_lost_in_a_crowded_table_give_no_wrong_matches(seed, max_probes):

@@ -26,6 +26,7 @@ def driver_of(num_slots=4):
     return Driver(SuffixSource(bounds, max_bytes=SMALLEST_MAX_BYTES), bounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_scopes", [1, 3, 400])
 def test_the_bound_in_bytes_holds(num_scopes):
     rng = random.Random(num_scopes)
@@ -46,6 +47,7 @@ def test_the_bound_in_bytes_holds(num_scopes):
     assert SMALLEST_MAX_BYTES / 3 < largest <= SMALLEST_MAX_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_scopes", short_and_long([1, 300], [1]))
 def test_shared_bytes_are_those_that_python_allocates(num_scopes):
     rng = random.Random(1)
@@ -65,6 +67,7 @@ def test_shared_bytes_are_those_that_python_allocates(num_scopes):
     assert SMALLEST_MAX_BYTES / 3 < largest <= SMALLEST_MAX_BYTES
 
 
+@pytest.mark.slow
 def test_the_scope_used_least_recently_is_dropped():
     rng = random.Random(8)
     driver = driver_of()
@@ -79,6 +82,7 @@ def test_the_scope_used_least_recently_is_dropped():
     assert drafts_after(driver, prompt, 2) == []
 
 
+@pytest.mark.slow
 def test_the_oldest_sequences_of_a_scope_are_dropped():
     rng = random.Random(9)
     driver = driver_of()
@@ -90,6 +94,7 @@ def test_the_oldest_sequences_of_a_scope_are_dropped():
     assert 20 < sum(known) < 110
 
 
+@pytest.mark.slow
 def test_a_sequence_goes_on_after_its_automaton_was_dropped():
     rng = random.Random(10)
     driver = driver_of()

@@ -119,6 +119,7 @@ def play(steps, driver, most=5):
     return drafts
 
 
+@pytest.mark.slow
 @given(histories(), st.integers(1, 3), st.integers(1, 6))
 @settings(max_examples=150, deadline=None)
 def test_drafts_are_those_of_the_definition(steps, min_match, most):

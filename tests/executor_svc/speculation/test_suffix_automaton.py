@@ -152,6 +152,7 @@ def test_best_of_very_many_followers_compares_the_oldest():
     assert (token, share) == (40, 2 / 203)
 
 
+@pytest.mark.slow
 def test_large_vocabularies_and_memory():
     rng = random.Random(5)
     tokens = [rng.randrange(256_000) if rng.random() < 0.5 else rng.randrange(40) for _ in range(20_000)]

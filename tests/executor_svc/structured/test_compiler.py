@@ -153,6 +153,7 @@ def test_slow_work_has_a_thread_of_its_own(source: TableSource) -> None:
     assert quick.num_masks == 1
 
 
+@pytest.mark.slow
 def test_a_limit_that_others_have_reached_is_no_error(source: TableSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """All count in the lexer that they share; a sequence goes on alone as if there were no others."""
     words = tuple(f"{first}{second}word{first}{second}" for first in "abcdefgh" for second in "mnopqrst")

@@ -88,6 +88,7 @@ def test_masks_allow_just_what_the_language_does(compiler: Compiler) -> None:
         assert complete
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 1000))
 @settings(max_examples=25)
 def test_a_state_is_a_function_of_its_tokens(source: TableSource, seed: int) -> None:

@@ -65,6 +65,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(make_llama(tmp_path_factory.mktemp("target"), seed=3, dtype=torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 16])
 def test_drafts_are_those_of_the_head_over_the_whole_text(

@@ -292,6 +292,7 @@ async def test_a_key_is_asked_for_as_over_http(w, tmp_path):
                 assert await stream.call.code() is grpc.StatusCode.UNAUTHENTICATED, "before a request is read"
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_is_not_read_either(g):
     context = Unread()
     num_read = 0

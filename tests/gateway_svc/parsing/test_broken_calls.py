@@ -84,6 +84,7 @@ def test_a_name_without_arguments_is_a_call_where_the_object_ends_there():
     assert (message.calls, message.content) == ([], OPEN + '{"name": "f", ' + CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", ["hermes", "llama3_json", "pythonic", "mistral", "mistral-list"])
 def test_a_long_call_costs_as_much_as_its_length(tools):
     """Twice the text is twice the work, and not four times: counted in processor time, with a wide margin."""

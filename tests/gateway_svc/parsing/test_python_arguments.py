@@ -37,6 +37,7 @@ def read(text: str, sizes: list[int] | None = None) -> str | None:
     return arguments.json if arguments.is_done else None
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     values=st.dictionaries(KEYS, VALUES, max_size=3),

@@ -98,6 +98,7 @@ def cut(tokens: list[Token], draw, finish="stop"):
     return deltas(tokens, sizes, lags, finish)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", FORMATS)
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
@@ -127,6 +128,7 @@ def test_what_a_model_writes_is_what_is_read(tools, data):
     assert parts == parse(reading, [whole(tokens)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", [*FORMATS, "qwen3_coder"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -161,6 +163,7 @@ def test_any_output_is_read_the_same_however_it_is_cut(tools, data):
     assert len(message.content or "") + len(message.thought or "") <= len(text)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), tools=st.sampled_from(FORMATS))
 def test_a_call_that_is_cut_keeps_what_was_parsed(data, tools):
@@ -214,6 +217,7 @@ def test_the_prompt_says_whether_a_thought_is_open(prompt, output, thought, cont
         assert message.num_reasoning_tokens == end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", FORMATS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())

@@ -153,6 +153,7 @@ NAMES = ("get-weather", "a.b", "2nd")
 PROPERTIES = ("from", "user-id", "größe")
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_what_a_forced_call_in_pythons_form_may_be_is_what_is_read(data):
@@ -210,6 +211,7 @@ def coder(style: str = "added") -> Formats:
     return Formats("qwen3_coder", None, found.tool_markers, ())
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_what_a_forced_call_of_qwen_coder_may_be_is_read_and_fits_its_schema(data):

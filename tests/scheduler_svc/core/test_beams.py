@@ -26,6 +26,7 @@ def until_round(bench: Bench, request_id: str, count: int) -> None:
         bench.step(depth=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("early_stopping", [True, False, None])
 @pytest.mark.parametrize(("length_penalty", "num_returned"), [(1.0, 3), (0.0, 1), (-1.0, 2), (2.0, 3)])
@@ -88,6 +89,7 @@ def test_others_go_on_while_a_group_waits_for_its_candidates() -> None:
     assert bench.found("beams") == bench.known_beams("beams")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("pushed_out_at", [0, 1, 6])
 @pytest.mark.parametrize("depth", [1, 3])

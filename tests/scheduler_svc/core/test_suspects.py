@@ -29,6 +29,7 @@ def check_others(bench: Bench) -> None:
             assert bench.ends[request_id, index] is not FinishDetail.EXECUTOR_ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [0, 17, 63])
 @pytest.mark.parametrize("fails", [False, True])
 def test_one_of_64_is_found_after_log2_deaths(poison: int, fails: bool) -> None:
@@ -42,6 +43,7 @@ def test_one_of_64_is_found_after_log2_deaths(poison: int, fails: bool) -> None:
     check_others(bench)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("position", [0, 3, 5, 8])
 @pytest.mark.parametrize("kind", [{}, {"n": 2}, BEAMS], ids=["one", "samples", "beams"])
@@ -172,6 +174,7 @@ def test_others_go_on_while_suspects_are_tried() -> None:
     assert bench.tokens["late"] == bench.known("late")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_the_load(seed: int) -> None:
     """Requests of all kinds, preempted by swap and recompute, with shared prefixes; two of them are poisonous."""

@@ -158,6 +158,7 @@ def test_a_lost_executor_has_lost_the_host_pool_too() -> None:
     assert bench.tokens["r"] == bench.known("r")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("num_host_blocks", [1, 3, 30])
 @pytest.mark.parametrize("num_blocks", [4, 6, 9])
@@ -190,6 +191,7 @@ def test_tiny_pools_never_stand_still(
     assert bench.lane.blocks.num_used_host == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_swapped_or_computed_again_the_tokens_are_the_same(depth: int) -> None:
     ends = []

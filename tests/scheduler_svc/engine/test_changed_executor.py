@@ -49,6 +49,7 @@ SAME_NUMERICS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", SAME_NUMERICS.values(), ids=SAME_NUMERICS)
 @pytest.mark.parametrize("num_steps", [1, 7])
 async def test_requests_that_fit_the_new_limits_get_the_tokens_of_an_undisturbed_run(
@@ -213,6 +214,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),

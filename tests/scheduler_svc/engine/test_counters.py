@@ -57,6 +57,7 @@ class Watched:
         return [count - start for count, start in zip(self.last, before, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [SMALL, replace(SMALL, num_device_blocks=11)], ids=["same", "changed"])
 async def test_no_counter_decreases_when_the_executor_comes_back(model: ModelDescription) -> None:
     policies = Policies(prefix_caching=True, preemption="swap")

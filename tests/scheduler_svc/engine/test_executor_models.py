@@ -14,6 +14,7 @@ OTHER_MODEL = {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": OTHER_N
 OTHER_KERNELS = {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": (("weights", "1111"), ("kernels", "b"))}
 
 
+@pytest.mark.slow
 async def test_another_model_is_refused_until_it_is_the_served_one(caplog: pytest.LogCaptureFixture) -> None:
     async with fleet(models=[{}, OTHER_MODEL]) as world:
         await world.clock.advance(5.0)
@@ -59,6 +60,7 @@ async def test_another_model_replaces_the_served_one_when_no_executor_has_served
         assert "another model" in world.state(0).refusal
 
 
+@pytest.mark.slow
 async def test_executors_of_different_sizes_serve_together() -> None:
     sizes = [{"max_model_len": 64, "num_device_blocks": 24, "block_size": 8, "max_num_seqs": 2}, {}]
     async with fleet(models=sizes) as world:
@@ -81,6 +83,7 @@ async def test_a_request_that_only_a_removed_executor_could_hold_ends_with_the_l
         assert world.engine.model.max_model_len == 64
 
 
+@pytest.mark.slow
 async def test_what_one_executor_lacks_goes_to_the_other() -> None:
     async with fleet(models=[{"gives_candidates": False, "can_fork": False}, {}]) as world:
         world.submit_mix(16)
@@ -122,6 +125,7 @@ async def test_requests_with_output_stay_with_their_numerics() -> None:
         world.check_tokens(but=held)
 
 
+@pytest.mark.slow
 async def test_requests_move_between_numerics_where_that_is_allowed() -> None:
     async with fleet(models=[{}, OTHER_KERNELS], allow_fingerprint_change=True) as world:
         world.submit_mix(max_tokens=60)

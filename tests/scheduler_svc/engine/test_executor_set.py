@@ -26,6 +26,7 @@ OTHER_MODEL = {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": OTHER_N
 OTHER_KERNELS = {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": (("weights", "1111"), ("kernels", "b"))}
 
 
+@pytest.mark.slow
 async def test_requests_are_spread_over_the_executors() -> None:
     async with fleet(3) as world:
         world.submit_mix()
@@ -38,6 +39,7 @@ async def test_requests_are_spread_over_the_executors() -> None:
         assert total.num_device_blocks == 3 * 64
 
 
+@pytest.mark.slow
 async def test_one_executor_is_enough_to_start_and_the_others_join() -> None:
     async with fleet(dead=[0]) as world:
         assert world.engine.healthy
@@ -51,6 +53,7 @@ async def test_one_executor_is_enough_to_start_and_the_others_join() -> None:
         assert world.executors[0].num_sent > 0
 
 
+@pytest.mark.slow
 async def test_requests_of_a_dead_executor_move_without_a_lost_or_repeated_token() -> None:
     async with fleet() as world:
         world.submit_mix(max_tokens=60)
@@ -93,6 +96,7 @@ async def test_requests_of_a_stopped_executor_move_at_once() -> None:
         world.check_tokens()
 
 
+@pytest.mark.slow
 async def test_all_die_and_one_comes_back() -> None:
     async with fleet(3) as world:
         world.submit_mix(max_tokens=60)
@@ -109,6 +113,7 @@ async def test_all_die_and_one_comes_back() -> None:
         world.check_tokens()
 
 
+@pytest.mark.slow
 async def test_requests_of_an_executor_that_hangs_move() -> None:
     async with fleet() as world:
         world.submit_mix(max_tokens=50)
@@ -135,6 +140,7 @@ async def test_the_only_executor_that_hangs_keeps_its_session() -> None:
         world.check_tokens()
 
 
+@pytest.mark.slow
 async def test_a_drained_executor_is_left_without_requests_until_it_is_resumed() -> None:
     async with fleet() as world:
         world.submit_mix(max_tokens=60)
@@ -168,6 +174,7 @@ async def test_a_drain_without_another_executor_ends_at_its_timeout() -> None:
         world.check_tokens()
 
 
+@pytest.mark.slow
 async def test_the_requests_of_a_removed_executor_move() -> None:
     async with fleet() as world:
         world.submit_mix(max_tokens=60)
@@ -196,6 +203,7 @@ async def test_the_requests_of_a_removed_executor_move() -> None:
         world.check_tokens()
 
 
+@pytest.mark.slow
 async def test_an_executor_that_has_never_served_does_not_count_as_another_one() -> None:
     async with fleet(dead=[1]) as world:
         with pytest.raises(LastExecutorError):
@@ -217,6 +225,7 @@ async def test_an_executor_that_has_never_served_does_not_count_as_another_one()
 # --- executors that cannot be used ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_an_executor_that_another_scheduler_has_does_not_stop_the_service() -> None:
     async with fleet() as world:
         world.submit_mix(max_tokens=60)
@@ -270,6 +279,7 @@ async def test_an_executor_that_died_while_another_scheduler_had_it_is_not_held_
         assert isinstance(world.engine.failure, ExecutorFencedError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_start", [True, False], ids=["at the start", "added later"])
 async def test_a_second_name_of_an_executor_is_refused(at_start: bool) -> None:
     same = [{}, {"incarnation": 1}, {}]
@@ -339,6 +349,7 @@ async def test_the_hint_to_come_back_counts_all_executors() -> None:
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_plan_log_with_executors_that_join_and_leave_is_replayed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with fleet(3, dead=[2], record=str(log)) as world:

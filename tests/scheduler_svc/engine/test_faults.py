@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from cadenza.calls.convert import server_info_from_proto
 from cadenza.v1 import generation_pb2 as pb
 from executor_svc.simulated.injection import Poison
@@ -53,6 +55,7 @@ async def test_nothing_is_counted_while_all_is_well() -> None:
         assert counts(world.engine) == {}
 
 
+@pytest.mark.slow
 async def test_a_dead_executor_its_suspects_its_moved_requests_and_its_successor_are_counted() -> None:
     async with fleet() as world:
         world.submit_mix(max_tokens=60)

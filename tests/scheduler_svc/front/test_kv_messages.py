@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from cadenza_common.serving.slices import run_at_once
 from scheduler_svc.convert.kv_events import EVENTS_PER_SLICE, KvMessages, kv_batch
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
@@ -41,6 +43,7 @@ def test_a_batch_of_large_blocks_has_no_more_tokens_than_one_of_small_ones() -> 
     assert [block for event in stored for block in event.blocks] == blocks
 
 
+@pytest.mark.slow
 async def test_a_message_is_made_once_for_all_subscribers() -> None:
     messages, given = KvMessages(dict), batch(7)
     first, second = await asyncio.gather(messages.message(given), messages.message(given))

@@ -60,6 +60,7 @@ class Node:
         self.node = self
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_short_collections")
 def test_cycles_among_survivors_are_freed_by_an_idle_process() -> None:
     kept = Node()
@@ -73,6 +74,7 @@ def test_cycles_among_survivors_are_freed_by_an_idle_process() -> None:
     assert freed() is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_short_collections")
 def test_cycles_among_survivors_are_freed_at_last() -> None:
     kept = Node()

@@ -145,6 +145,7 @@ async def test_the_limit_of_drafts_stays(tmp_path: Path, model: ModelDescription
         assert found(third, *waiting) == waiting
 
 
+@pytest.mark.slow
 async def test_a_request_whose_stream_stays_away_is_aborted_and_forgotten(tmp_path: Path) -> None:
     async with process(tmp_path) as first:
         first.submit("away", 4000)
@@ -163,6 +164,7 @@ async def test_a_request_whose_stream_stays_away_is_aborted_and_forgotten(tmp_pa
         assert [each.admission.request_id for each in stored(tmp_path)] == ["back"]
 
 
+@pytest.mark.slow
 async def test_a_grace_longer_than_the_restarts_is_kept(tmp_path: Path) -> None:
     async with process(tmp_path) as first:
         first.submit(max_tokens=4000, resume_grace_s=50.0)

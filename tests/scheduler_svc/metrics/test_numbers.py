@@ -101,6 +101,7 @@ async def test_an_idle_executor_has_no_host_gap_and_a_late_plan_has_one() -> Non
         assert lane.gap_s.total == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 async def test_numbers_survive_their_executor_and_go_on_when_it_comes_back() -> None:
     async with fleet() as world:
         world.submit_mix()
@@ -118,6 +119,7 @@ async def test_numbers_survive_their_executor_and_go_on_when_it_comes_back() -> 
         assert steps.num_values == world.engine.load().num_steps
 
 
+@pytest.mark.slow
 async def test_requests_that_move_keep_their_intervals() -> None:
     async with fleet() as world:
         world.submit_mix(max_tokens=60)

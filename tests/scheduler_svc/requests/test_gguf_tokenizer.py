@@ -23,6 +23,7 @@ def load(folder: Path, pairs: Pairs) -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", recorded("cases"))
 def test_ids_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     tokenizer = load(tmp_path, vocabulary(name))
@@ -149,6 +150,7 @@ def _changed(name: str, **changes: Any) -> Pairs:
     return {key: value for key, value in pairs.items() if changes.get(key, value) is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "problem"),
     [
@@ -225,6 +227,7 @@ def _mutated(rng: random.Random) -> Pairs:
     return pairs
 
 
+@pytest.mark.slow
 def test_fuzzed_metadata_is_refused_by_name_or_works(tmp_path: Path) -> None:
     rng, refused, worked = random.Random(23), 0, 0
     for _ in range(60):

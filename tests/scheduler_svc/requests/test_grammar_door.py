@@ -129,6 +129,7 @@ async def test_what_explodes_is_refused_by_counted_limits(door: GrammarDoor, sou
     assert await check(door, source, GOOD[0]) == ""
 
 
+@pytest.mark.slow
 async def test_what_takes_too_long_is_ended(source: TableSource) -> None:
     door = GrammarDoor(source, compile_s=1.5)
     assert await check(door, source, GOOD[0]) == ""
@@ -145,6 +146,7 @@ async def test_what_takes_too_long_is_ended(source: TableSource) -> None:
     door.close()
 
 
+@pytest.mark.slow
 async def test_what_is_slow_delays_itself_alone(source: TableSource) -> None:
     """Two slow constraints, one of which has to wait for the other; each ends with its last request."""
     door = GrammarDoor(source, compile_s=60.0)
@@ -266,6 +268,7 @@ async def test_a_child_that_hangs_is_replaced_while_the_loop_goes_on(
     door.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_child_that_dies_is_replaced(source: TableSource, times: int) -> None:
     """What it compiled is compiled by the next one, once."""

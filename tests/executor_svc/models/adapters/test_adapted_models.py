@@ -110,6 +110,7 @@ def check_logits(
     assert equal_bits(alone(driver, place, tokens), without)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", short_and_long(FAMILIES, ["gemma3_text", "llama", "phi3"]))
 def test_logits_are_those_of_peft(
     checkpoint: Callable[[str], Path], model: Callable[[str], Model], family: str, tmp_path: Path
@@ -118,6 +119,7 @@ def test_logits_are_those_of_peft(
         check_logits(model(family), checkpoint(family), tmp_path / name, config, seed, merges=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("kind", TABLES)
 def test_tables_are_those_of_peft(
@@ -132,6 +134,7 @@ def made(checkpoint: Path, folder: Path, seed: int, **config: Any) -> Adapter:
     return read(checkpoint, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "dtype"), [("gemma2", "float32"), ("llama", "bfloat16")])
 def test_a_row_has_the_bits_that_it_has_alone(
     checkpoint: Callable[[str], Path], family: str, dtype: str, tmp_path: Path

@@ -86,6 +86,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert float((found - expected).abs().max()) <= 1e-6 * float(expected.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), short_and_long(CASES, SHORT))
 def test_the_weights_are_those_that_peft_merges(
     checkpoint: Callable[[str], Path], family: str, kind: str, tmp_path: Path
@@ -131,6 +132,7 @@ TABLES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"), [*product(["llama", "qwen3"], TABLES), ("gemma2", "embedding"), ("gemma3_text", "tokens")]
 )

@@ -164,6 +164,7 @@ REFUSED_TENSORS: list[tuple[Edit, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edit", "message"), [*((fields(**f), m) for f, m in REFUSED_FIELDS), *REFUSED_TENSORS])
 def test_what_is_not_exact_or_not_there_is_refused_by_name(
     base: Path, saved: Any, edit: Edit, message: str, tmp_path: Path

@@ -67,6 +67,7 @@ def test_what_is_loaded(folder: Path, target: Model) -> None:
     assert len(cache.layers) == 2
 
 
+@pytest.mark.slow
 def test_fingerprint_is_the_targets_own(folder: Path, tmp_path: Path) -> None:
     """With a draft in few bits or dense, or without one."""
     target = Model(make_llama(tmp_path / "target", vocab_size=VOCAB, hidden_size=64), quantization="int8")

@@ -66,6 +66,7 @@ def reference_of(head: Path, shape: HeadShape, target: Path) -> ReferenceHead:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)
 def test_against_the_reference(
@@ -113,6 +114,7 @@ def test_drafts_one_after_the_other(name: str, folder: Path, target: Model, tmp_
     torch.testing.assert_close(torch.stack(rows).double(), expected_logits, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 1000))
 @pytest.mark.parametrize("narrowed", [False, True])
@@ -179,6 +181,7 @@ def test_in_few_bits_and_with_dummy_weights(tmp_path: Path) -> None:
     assert bool(HeadDriver(target, dummy).step([(Text(random_tokens(1, 31), BLOCKS), 30)])[0][2].isfinite().all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "qwen3"])
 def test_hidden_states_of_the_target(family: str, tmp_path: Path) -> None:
     """Before each layer they are transformers' `hidden_states`; asking for them changes no bit of the result."""

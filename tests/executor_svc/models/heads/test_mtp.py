@@ -155,6 +155,7 @@ def test_in_few_bits_and_with_dummy_weights(tmp_path: Path) -> None:
     assert bool(text_logits(dummy, load(dummy))[1].isfinite().all())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_few_bits(tmp_path: Path) -> None:
     """The head's linears are read as those of the other layers are."""
     folder = make_mimo(tmp_path / "model", hidden_size=64, intermediate_size=96)

@@ -72,6 +72,7 @@ class Watched:
         return chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", short_and_long(range(2), [0]))
 def test_each_choice_is_that_of_a_look_at_all_lanes(seed: int) -> None:
     rng, policy = random.Random(seed), Watched()
@@ -114,6 +115,7 @@ def test_a_lane_is_looked_up_only_where_the_first_block_is_cached(monkeypatch: p
     assert set(looked_up) == {home}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tick", [0.01, 0.3])
 def test_requests_are_admitted_together_as_one_by_one(tick: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes are full most of the time; with the longer tick the head of the queue is overdue."""

@@ -69,6 +69,7 @@ def test_a_prompt_goes_where_its_prefix_is_cached() -> None:
     assert bench.core.lanes[home].counts.prefixes.num_hits >= 3 * 28
 
 
+@pytest.mark.slow
 def test_a_prefix_that_all_share_does_not_starve_its_executor() -> None:
     bench = FleetBench(*[spec(max_num_seqs=64, num_slots=64, num_blocks=4_000, max_num_batched_tokens=64)] * 2)
     bench.add("first", SHARED)
@@ -94,6 +95,7 @@ def test_a_request_is_checked_against_single_executors() -> None:
     assert (bench.ran_on["long"], bench.ran_on["wide"]) == ([0], [1])
 
 
+@pytest.mark.slow
 def test_a_smaller_limit_of_another_executor_cuts_nothing() -> None:
     bench = FleetBench(spec(max_model_len=16), SMALL, spec(max_model_len=16))
     for index in range(5):

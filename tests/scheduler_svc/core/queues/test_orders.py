@@ -90,6 +90,7 @@ def flood(bench: Bench, tenant: str, count: int) -> None:
         bench.add(f"{tenant}{index}", 4, max_tokens=8, tenant=tenant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "share"), [({}, 0.5), ({"b": 3.0}, 0.75)])
 def test_tenants_are_served_by_their_weights_however_much_they_send(weights: dict[str, float], share: float) -> None:
     bench = Bench(Policies(order=FairOrder(weights)), max_num_seqs=2)
@@ -158,6 +159,7 @@ def test_a_tenant_above_its_share_gives_up_slots_for_one_within_its_own() -> Non
     assert bench.order[4:] == ["b0", "b1"], "within its share no tenant is preempted"
 
 
+@pytest.mark.slow
 def test_weights_change_while_it_runs() -> None:
     bench = Bench(Policies(order=FairOrder()), max_num_seqs=2)
     flood(bench, "a", 400)
@@ -203,6 +205,7 @@ def test_nobody_waits_longer_than_the_bound(order: type[OrderPolicy]) -> None:
     assert bench.now <= start + MAX_WAIT_S + 30 + 10, "once overdue it is never a victim"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("group", [{"n": 4}, {"beams": BeamSpec(4)}], ids=["samples", "beams"])
 @pytest.mark.parametrize("order", [FcfsOrder, PriorityOrder, ShortestFirstOrder, FairOrder])

@@ -43,6 +43,7 @@ def plain_head(order: OrderPolicy, waiting: list[SequenceGroup]) -> SequenceGrou
     return min(waiting, key=lambda group: (order.rank(order.subqueue(group)), order.key(group)), default=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("seed", range(6))
 def test_the_head_is_that_of_a_plain_search(name: str, seed: int) -> None:

@@ -317,6 +317,7 @@ def whole_rows(model: Model, spec: BeamSpec, stop_ids: frozenset[int], max_token
     return list(ended)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     model=st.builds(Model, st.integers(0, 10**6), st.integers(2, 9), st.sampled_from([1.0, 1.0, 0.8, 0.4])),

@@ -47,12 +47,14 @@ def test_drafts_that_pay_are_made() -> None:
     assert sum(later) / len(later) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("costs", "acceptance"), [(DEAR, 0.3), (CHEAP, 0.0)])
 def test_drafts_that_do_not_pay_are_off_but_for_probes(costs: StepCosts, acceptance: float) -> None:
     later = chosen(costs, acceptance)[100:]
     assert sum(number > 0 for number in later) < 0.2 * len(later)
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_choices() -> None:
     assert chosen(CHEAP, 0.6) == chosen(CHEAP, 0.6)
 

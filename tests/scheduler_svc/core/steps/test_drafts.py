@@ -29,6 +29,7 @@ def run(bench: Bench, depth: int) -> int:
         num_steps += 1
 
 
+@pytest.mark.slow
 @given(
     max_drafts=st.integers(1, 7),
     depth=st.integers(1, 4),

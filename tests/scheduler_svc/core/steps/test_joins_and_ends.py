@@ -66,6 +66,7 @@ def history(seed: int, *, prefix_caching: bool) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_and_outputs_are_as_one_by_one(seed: int, prefix_caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:

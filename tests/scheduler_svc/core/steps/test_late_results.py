@@ -53,6 +53,7 @@ def run(bench: Bench, depth: int) -> int:
         assert num_steps < 5000
 
 
+@pytest.mark.slow
 @given(
     share=st.sampled_from([0.2, 0.5]),
     seed=st.integers(0, 99),

@@ -125,6 +125,7 @@ def test_blocks_of_two_executors_count_as_one_cache() -> None:
     assert not follower.blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_it_agrees_with_the_caches_through_evictions_swaps_and_lost_sessions(seed: int) -> None:
     draw = random.Random(seed)
@@ -150,6 +151,7 @@ def test_it_agrees_with_the_caches_through_evictions_swaps_and_lost_sessions(see
     assert bench.lane.blocks.tiers.cache._noted is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_two_caches_are_told_as_one_through_all_that_happens_to_each(seed: int) -> None:
     draw = random.Random(seed)

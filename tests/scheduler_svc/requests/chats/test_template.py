@@ -53,6 +53,7 @@ def expected(template: str, messages: list[dict[str, Any]], **options: Any) -> s
     return str(tokenizer().apply_chat_template(messages, chat_template=template, tokenize=False, **options, **kwargs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"add_generation_prompt": False}], ids=str)
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -116,6 +117,7 @@ NO_OBJECTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "message"), NO_OBJECTS.items(), ids=lambda value: value[:20])
 def test_what_is_no_json_object(text: str, message: str) -> None:
     calls = (ToolCallFields("f"), ToolCallFields("g", text))

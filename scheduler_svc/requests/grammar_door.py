@@ -28,7 +28,7 @@ from scheduler_svc.requests.field_rules import PATH
 
 GRAMMAR_PATH = PATH + "grammar"
 NO_COMPILER = (
-    "the scheduler compiles no grammars: it needs llguidance, and the folder of a tokenizer with tokenizer.json"
+    "the scheduler compiles no grammars: it needs llguidance, and a tokenizer with tokenizer.json or of a GGUF file"
 )
 COMPILE_S = 10.0
 """Longest time for one constraint. llguidance's own limits end what is too large long before."""

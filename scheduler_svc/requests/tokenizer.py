@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from cadenza_common.gguf.file import find_gguf
 from cadenza_common.gguf.metadata import GgufError
+from cadenza_common.gguf.tokenizer import load_gguf_tokenizer
 from scheduler_svc.requests.chats.fields import ChatFields
 from scheduler_svc.requests.chats.renderer import ChatRenderer, ChatSettings, templates_of
-from scheduler_svc.requests.gguf_tokenizer import load_gguf_tokenizer
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

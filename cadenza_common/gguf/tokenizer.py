@@ -6,6 +6,8 @@ keys have its defaults. Keys: github.com/ggml-org/ggml/blob/master/docs/gguf.md,
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 
 from cadenza_common.gguf.file import read_gguf
 from cadenza_common.gguf.metadata import GgufMetadata, type_of
-from scheduler_svc.requests.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from cadenza_common.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _T = TypeVar("_T")
 
@@ -63,17 +65,33 @@ def load_gguf_tokenizer(path: Path) -> Any | None:
     Raises GgufError, which names the file and the key.
     """
     metadata = read_gguf(path).metadata
-    model = metadata.text(f"{_PREFIX}.model", "none")
-    if model in _NO_MODEL:
+    if not has_tokenizer(metadata):
         return None
-    if model not in ("gpt2", "llama"):
-        raise metadata.error(f"{_PREFIX}.model", f"is {model[:100]!r}; supported: gpt2 (byte-level BPE), llama (SPM)")
     vocabulary = _read_vocabulary(metadata)
-    if model == "llama":
-        raw, bos, eos, unk, adds_bos = _sentencepiece(vocabulary)
-    else:
-        raw, bos, eos, unk, adds_bos = _byte_level(vocabulary)
+    raw, bos, eos, unk, adds_bos = _parts(vocabulary)
     return _finished(raw, vocabulary, {"bos": bos, "eos": eos, "unk": unk}, adds_bos)
+
+
+def has_tokenizer(metadata: GgufMetadata) -> bool:
+    """Return whether a file holds a tokenizer."""
+    return metadata.text(f"{_PREFIX}.model", "none") not in _NO_MODEL
+
+
+def tokenizer_json(metadata: GgufMetadata) -> str:
+    """Return the tokens of a file's tokenizer, and how they are bytes, in the form of a tokenizer.json.
+
+    Without what it adds about each text. Raises GgufError, also for a file without a tokenizer.
+    """
+    vocabulary = _read_vocabulary(metadata)
+    raw = _parts(vocabulary)[0]
+    _add_tokens(raw, vocabulary)
+    return str(raw.to_str())
+
+
+def tokenizer_digest(metadata: GgufMetadata) -> bytes:
+    """Return a SHA-256 over all that `tokenizer_json` is made from."""
+    pairs = [(key, metadata.get(key)) for key in sorted(metadata) if key.startswith(f"{_PREFIX}.")]
+    return hashlib.sha256(json.dumps([*pairs, metadata.get("general.name")]).encode()).digest()
 
 
 def _read_vocabulary(metadata: GgufMetadata) -> _Vocabulary:
@@ -102,6 +120,14 @@ def _of_each(metadata: GgufMetadata, name: str, values: list[_T], tokens: list[s
 
 _Parts = tuple[Any, int | None, int | None, int | None, bool]
 """A raw tokenizer, the ids of BOS, EOS and the unknown token, and whether texts begin with BOS by default."""
+
+
+def _parts(vocabulary: _Vocabulary) -> _Parts:
+    metadata = vocabulary.metadata
+    model = metadata.text(f"{_PREFIX}.model")
+    if model not in ("gpt2", "llama"):
+        raise metadata.error(f"{_PREFIX}.model", f"is {model[:100]!r}; supported: gpt2 (byte-level BPE), llama (SPM)")
+    return _sentencepiece(vocabulary) if model == "llama" else _byte_level(vocabulary)
 
 
 def _byte_level(vocabulary: _Vocabulary) -> _Parts:

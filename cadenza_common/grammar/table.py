@@ -48,7 +48,9 @@ class TableSource:
 
     def engine(self) -> GrammarEngine:
         """Return what identifies the masks of this table; raises OSError, PackageNotFoundError, GgufError."""
-        sha = hashlib.sha256(tokenizer_digest(read_gguf(self.path).metadata) if self._is_gguf else self.path.read_bytes())
+        sha = hashlib.sha256(
+            tokenizer_digest(read_gguf(self.path).metadata) if self._is_gguf else self.path.read_bytes()
+        )
         sha.update(repr((self.vocab_size, sorted(self.eos_token_ids))).encode())
         return GrammarEngine(f"llguidance {importlib.metadata.version('llguidance')}", sha.digest())
 
@@ -66,7 +68,6 @@ class TableSource:
         if len(kept) < len(added):  # the model has no place for the others, so that it never chooses them
             text = json.dumps({**content, "added_tokens": kept})
         return llguidance.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids))
-
 
     @property
     def _is_gguf(self) -> bool:

@@ -9,8 +9,8 @@ from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.requests.field_rules import CheckContext, token_ids
 
 NO_GRAMMARS = (
-    "the executor follows no grammars: it needs llguidance, a tokenizer in tokenizer.json or a GGUF file, an EOS token, "
-    "and so far no ranks on GPUs"
+    "the executor follows no grammars: it needs llguidance, a tokenizer in tokenizer.json or in a GGUF file, an EOS "
+    "token, and so far no ranks on GPUs"
 )
 _WITH_WHITESPACE = ("json_schema", "json_object")
 

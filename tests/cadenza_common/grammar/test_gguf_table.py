@@ -1,4 +1,4 @@
-"""The table of a GGUF file's tokens: each token's bytes are what a detokenizer writes, masks are those of the folder."""
+"""The table of a GGUF file's tokens: their bytes are what a detokenizer writes, masks those of the folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.grammar.table import TableSource, table_source
 from scheduler_svc.requests.tokenizer import TokenizerError, load_tokenizer
 from tests.helpers import real_files
-from tests.helpers.models.gguf_vocabularies import DEMO, Pairs, demo_vocabulary, recorded, vocabulary, write_vocabulary
+from tests.helpers.models.gguf_vocabularies import DEMO, Pairs, demo_vocabulary, vocabulary, write_vocabulary
 
-SCHEMA = '{"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["name"]}'
+SCHEMA = (
+    '{"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["name"]}'
+)
 ANSWER = '{"name": "Zoë \\"Z\\" \u4e2d\U0001f600 O\'Hara", "n": -12}'
 SPECIAL = b"\xff"
 """Byte before the name of a special token in llguidance's tables; no text has it."""

@@ -92,10 +92,16 @@ def _describe(
         ("model", model.model),
         ("", f"{model.architecture}, {_short(model.num_parameters)} parameters ({model.num_parameters:,})"),
         ("weights", f"{first.model.dtype}, {_size(first.model.weight_bytes)}"),
+        *_sampling(model),
         *_of_each("device", {name: _device(each) for name, each in executors.items()}),
         *_of_each("KV cache", {name: _blocks(each.kv) for name, each in executors.items()}),
         ("", f"{kv.dtype}, {_size(kv.bytes_per_block)} each, {_size(in_all)} in all"),
     ]
+
+
+def _sampling(model: generation_pb2.GetModelInfoResponse) -> list[tuple[str, str]]:
+    given = [f"{field.name} {value:g}" for field, value in model.default_sampling.ListFields()]
+    return [("sampling", f"{', '.join(given)}, unless a request says otherwise")] if given else []
 
 
 def _of_each(label: str, texts: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypedDict
 
@@ -52,9 +52,11 @@ Model = Annotated[
     str | None, _option("TEXT", "Start a server for this model (folder or hub id), for this command only.")
 ]
 MaxTokens = Annotated[int, _option("INTEGER", "Most tokens of an answer; 0: as many as the model allows.")]
-Temperature = Annotated[float, _option("NUMBER", "Randomness; 0 is greedy.")]
-TopP = Annotated[float, _option("NUMBER", "Keep the most likely tokens up to this probability.")]
-TopK = Annotated[int, _option("INTEGER", "Keep this many most likely tokens; 0: all.")]
+Temperature = Annotated[float | None, _option("NUMBER", "Randomness; 0 is greedy; default: the model's own.")]
+TopP = Annotated[
+    float | None, _option("NUMBER", "Keep the most likely tokens up to this probability; default: the model's own.")
+]
+TopK = Annotated[int | None, _option("INTEGER", "Keep this many most likely tokens; 0: all; default: the model's own.")]
 Seed = Annotated[int | None, _option("INTEGER", "Sampling seed; without it, one is drawn.")]
 Stop = Annotated[list[str] | None, _option("TEXT", "String that ends the answer; may be given several times.")]
 Speculation = Annotated[
@@ -70,6 +72,9 @@ Ids = Annotated[
     list[str] | None,
     typer.Option("--ids", metavar="IDS", help="A prompt as token ids, such as 5,6,7; may be given several times."),
 ]
+
+
+_NOTHING: Mapping[str, float] = {}
 
 
 class _Choices(TypedDict):
@@ -132,9 +137,9 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Apply no chat template.")] = False,
     ids: Ids = None,
     max_tokens: MaxTokens = 256,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the answer.")] = False,
@@ -147,26 +152,31 @@ def generate(
 ) -> None:
     """Run the command; raises CadenzaError."""
     given = _given_prompts(prompts or [], ids or [])
-    params = make_params(
-        max_tokens=max_tokens or None,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        structured_outputs=structured_outputs(json_schema, regex),
-    )
+    sampling = {
+        "max_tokens": max_tokens or None,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop,
+        "ignore_eos": ignore_eos,
+        "structured_outputs": structured_outputs(json_schema, regex),
+    }
+    make_params(sampling)  # its errors come before a server is started
     check_speculation(speculation)
     choices: _Choices = {"speculation": speculation, "adapter": adapter}
     with serving(target, model, config, options) as address:
-        asyncio.run(_generate(address, given, params, choices, raw=raw, as_json=as_json))
+        asyncio.run(_generate(address, given, sampling, choices, raw=raw, as_json=as_json))
 
 
-def make_params(**values: Any) -> SamplingParams:
-    """SamplingParams; their errors are raised as OptionError."""
+def make_params(given: Mapping[str, Any], suggested: Mapping[str, float] = _NOTHING) -> SamplingParams:
+    """SamplingParams of options, None: not given; their errors are raised as OptionError.
+
+    suggested: what holds for those that are not given (`ModelInfo.default_sampling`), except for max_tokens.
+    """
+    own = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
     try:
-        return SamplingParams(**values)
+        return SamplingParams(**{**suggested, **own})
     except ValueError as error:
         raise OptionError(f"option {error}") from None
 
@@ -206,7 +216,7 @@ def _parse_ids(given: str) -> Iterator[int]:
 async def _generate(
     address: str,
     prompts: list[_Prompt],
-    params: SamplingParams,
+    sampling: Mapping[str, Any],
     choices: _Choices,
     *,
     raw: bool,
@@ -219,6 +229,7 @@ async def _generate(
         if not raw and not has_ids and not info.has_chat_template:
             notice("the model has no chat template: prompts are continued as they are (--raw)")
             raw = True
+        params = make_params(sampling, info.default_sampling)
         applies_template, shows_ids = not raw and not has_ids, not info.has_tokenizer
         request = _Prompts(client, params, choices, applies_template, shows_ids)
         if as_json:

@@ -25,6 +25,7 @@ from cadenza.prompts import (
     parse_chats,
     parse_prompts,
 )
+from cadenza.sampling_params import SamplingParams
 from cadenza_launcher.llm_options import LLMOptions
 from cadenza_launcher.local import LocalServices, log_line
 from cadenza_launcher.progress.bar import UseTqdm, prompts_bar
@@ -199,6 +200,10 @@ class LLM:
         """Describe the model."""
         return self._guarded(self._client.model_info)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters of calls without any: what the model's files suggest, for the rest the defaults."""
+        return SamplingParams(**self.model_info().default_sampling)  # type: ignore[arg-type]
+
     def server_info(self) -> ServerInfo:
         """Describe the scheduler: its options, load and executor."""
         return self._guarded(self._client.server_info)
@@ -206,6 +211,8 @@ class LLM:
     def _run(
         self, prompts: list[Prompt], sampling_params: Params, use_tqdm: UseTqdm, options: CallOptions
     ) -> list[RequestOutput]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         params = match_params(sampling_params, len(prompts))  # a wrong argument shows no bar
         with prompts_bar(len(prompts), use_tqdm, self._count_output_tokens) as on_output:
             return self._guarded(lambda: self._client._run(prompts, params, options, on_output))

@@ -132,6 +132,11 @@ class LLMOptions(TypedDict, total=False):
     """Source of the weights; auto: safetensors files; dummy: random weights, only config.json is read. [default:
     auto]"""
 
+    generation_config: Literal["auto", "none"] | None
+    """auto: requests over HTTP, chats and `cadenza generate` that do not say otherwise sample with the temperature,
+    top_p, top_k, min_p, repetition_penalty and max_new_tokens of the model's generation_config.json, or of
+    general.sampling in a GGUF file; none: with the defaults of each API. [default: auto]"""
+
     seed: int | None
     """Seed of dummy weights. [default: 0]"""
 

@@ -122,6 +122,13 @@ class ExecutorConfig(ServiceSettings):
         description="Source of the weights; auto: safetensors files; dummy: random weights, only config.json is read.",
         json_schema_extra=about("Model"),
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto: requests over HTTP, chats and `cadenza generate` that do not say otherwise sample with the "
+        "temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the model's "
+        "generation_config.json, or of general.sampling in a GGUF file; none: with the defaults of each API.",
+        json_schema_extra=about("Model"),
+    )
     seed: int = Field(0, ge=0, description="Seed of dummy weights.", json_schema_extra=about("Model"))
     num_threads: int | None = Field(
         None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -31,6 +32,7 @@ async def answer_chat(
     caller = await state.generating(request)
     asked = await read_body(request, read)
     info = await caller.model()
+    asked = replace(asked, params=asked.suggested(info.default_sampling))
     chosen, formats = state.names.choose(asked.model, info), state.formats.of(info)
     prepared = await prepare(caller, asked, formats)
     with_text_ends = asked.splits_logprobs or not prepared.reading.is_plain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,6 +64,10 @@ Ctrl-C     stop an answer, or discard the line
 """
 
 
+_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
+"""Of a model whose files suggest none."""
+
+
 @dataclass(slots=True)
 class _Shown:
     """Writes an answer; words are kept whole at the right edge of a terminal."""
@@ -96,6 +101,8 @@ class _Conversation:
     speculation: int | None
     system: str | None
     interactive: bool
+    opening: str
+    """What a person reads first."""
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def reset(self) -> None:
@@ -110,18 +117,24 @@ def chat(
         str | None, typer.Option(metavar="TEXT", help="System message at the start of every conversation.")
     ] = None,
     max_tokens: MaxTokens = 512,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
     seed: Seed = None,
     stop: Stop = None,
     speculation: Speculation = None,
     **options: Any,
 ) -> None:
     """Run the command; raises CadenzaError."""
-    params = make_params(
-        max_tokens=max_tokens or None, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
-    )
+    sampling = {
+        "max_tokens": max_tokens or None,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop,
+    }
+    make_params(sampling)  # its errors come before a server is started
     check_speculation(speculation)
     with serving(target, model, config, options) as address, Client(address) as client:
         info = client.model_info()
@@ -132,18 +145,30 @@ def chat(
                 "the model has no chat template, which a chat needs: continue texts with cadenza generate --raw, or "
                 "start the server with --tokenizer and one that has a template"
             )
+        suggested = info.default_sampling or _SAMPLING
         conversation = _Conversation(
-            client, params, speculation, None if system is None else typed(system), interactive=has_keyboard()
+            client,
+            make_params(sampling, suggested),
+            speculation,
+            None if system is None else typed(system),
+            interactive=has_keyboard(),
+            opening=f"{_COMMANDS}; {_sampling_text(sampling, suggested)}",
         )
         with Interrupts() as interrupts:
             _talk(conversation, interrupts)
+
+
+def _sampling_text(given: Mapping[str, Any], suggested: Mapping[str, float]) -> str:
+    """How answers are sampled, in the order of the options."""
+    values = {**suggested, **{name: value for name, value in given.items() if value is not None}}
+    return ", ".join(f"{name} {values[name]:g}" for name in ("temperature", "top_p", "top_k") if name in values)
 
 
 def _talk(conversation: _Conversation, interrupts: Interrupts) -> None:
     reader: MessageReader = PipedMessages(interrupts)
     if conversation.interactive:
         reader = TypedMessages()
-        notice(_COMMANDS)
+        notice(conversation.opening)
     conversation.reset()
     while (message := _read(reader, conversation.interactive)) is not None:
         command = command_of(message)

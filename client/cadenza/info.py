@@ -33,6 +33,7 @@ class ModelInfo:
     chat_template: str = ""  # Jinja; empty: none
     added_tokens: list[AddedToken] = field(default_factory=list)  # beside the vocabulary, in order of their ids
     model_type: str = ""  # by the model's config.json, such as "llama"; empty: none
+    default_sampling: dict[str, float] = field(default_factory=dict)  # suggested by the model's files, by field
 
 
 @dataclass(frozen=True, slots=True)

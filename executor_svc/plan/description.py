@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cadenza_common.grammar.table import GrammarEngine
@@ -109,6 +110,8 @@ class Description:
     """What follows grammars; None: it has none."""
     shares_prefixes: bool = False
     """Whether the KV of a token depends only on it and the tokens before it, so that sequences can share prefixes."""
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    """Fields of SamplingParams that the model's files suggest."""
 
 
 def limits_of(config: ExecutorConfig, geometry: ModelGeometry, pools: Pools) -> Limits:
@@ -139,8 +142,9 @@ def describe(
     *,
     shares_prefixes: bool = False,
     grammar: GrammarEngine | None = None,
+    default_sampling: Mapping[str, float] | None = None,
 ) -> Description:
-    """Return the description of a process that has just started; shares_prefixes and grammar as in Description."""
+    """Return the description of a process that has just started; keyword arguments as in Description."""
     return Description(
         protocol_version=PROTOCOL_VERSION,
         # Never 0, the default of an absent field.
@@ -153,4 +157,5 @@ def describe(
         version=importlib.metadata.version("cadenza"),
         shares_prefixes=shares_prefixes,
         grammar=grammar,
+        default_sampling=default_sampling or {},
     )

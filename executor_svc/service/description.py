@@ -33,6 +33,7 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
         device=description.device,
         version=description.version,
         grammar=_grammar(description.grammar),
+        default_sampling=types_pb2.SamplingParams(**description.default_sampling),  # type: ignore[arg-type]
     )
 
 

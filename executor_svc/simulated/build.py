@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
+from executor_svc.models.sampling_defaults import sampling_defaults
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.simulated.adapters import SimulatedAdapters
 from executor_svc.simulated.clock import sharpen_sleep
@@ -57,7 +58,9 @@ def build_simulated(
         limits.block_size, limits.num_device_blocks, limits.num_host_blocks,
     )  # fmt: skip
     prints = fingerprint(geometry.vocab_size, fast=config.numerics == "fast")
-    return executor, describe(model, limits, sizes, prints, "simulated", shares_prefixes=True)
+    return executor, describe(
+        model, limits, sizes, prints, "simulated", shares_prefixes=True, default_sampling=sampling_defaults(config)
+    )
 
 
 def _pool_sizes(config: ExecutorConfig, max_model_len: int) -> PoolSizes:

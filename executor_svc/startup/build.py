@@ -12,6 +12,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.loading import LoadedModel, load_model
+from executor_svc.models.sampling_defaults import sampling_defaults
 from executor_svc.plan.description import Description, ModelGeometry, describe, limits_of
 from executor_svc.plan.limits import Limits
 from executor_svc.ranks.hosts.places import RankPlace
@@ -90,7 +91,16 @@ def build_model(
 
         run_steps(executor)
     shares = loaded.shares_prefixes
-    return executor, describe(loaded, limits, pools, prints, device.name, shares_prefixes=shares, grammar=engine)
+    return executor, describe(
+        loaded,
+        limits,
+        pools,
+        prints,
+        device.name,
+        shares_prefixes=shares,
+        grammar=engine,
+        default_sampling=sampling_defaults(config),
+    )
 
 
 def _step_bytes(

@@ -23,6 +23,7 @@ from executor_svc.device.ranks import RankKernels
 from executor_svc.errors import StartError
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.models.parallel.split import check_split
+from executor_svc.models.sampling_defaults import sampling_defaults
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.ranks.links import Frame
@@ -116,7 +117,15 @@ def build_first_on_gpus(config: ExecutorConfig, device: Device, leader: Leader) 
         loaded.geometry.name, loaded.geometry.architecture, config.tensor_parallel_size, loaded.geometry.dtype,
         limits.block_size, limits.num_device_blocks, limits.num_host_blocks,
     )  # fmt: skip
-    described = describe(loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes)
+    described = describe(
+        loaded,
+        limits,
+        pools,
+        prints,
+        device.name,
+        shares_prefixes=loaded.shares_prefixes,
+        default_sampling=sampling_defaults(config),
+    )
     return executor, replace(described, bytes_per_block=held.bytes_per_block)
 
 

@@ -14,6 +14,7 @@ from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.ranks import RankKernels
 from executor_svc.models.loading import load_model
 from executor_svc.models.parallel.split import check_split
+from executor_svc.models.sampling_defaults import sampling_defaults
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.ranks.drafts import LeaderDrafts, MemberDrafts
@@ -90,7 +91,14 @@ def build_divided(
         loaded.geometry.dtype, limits.block_size, limits.num_device_blocks, limits.num_host_blocks,
     )  # fmt: skip
     described = describe(
-        loaded, limits, pools, prints, device.name, shares_prefixes=loaded.shares_prefixes, grammar=engine
+        loaded,
+        limits,
+        pools,
+        prints,
+        device.name,
+        shares_prefixes=loaded.shares_prefixes,
+        grammar=engine,
+        default_sampling=sampling_defaults(config),
     )
     return executor, replace(described, bytes_per_block=held.bytes_per_block)
 

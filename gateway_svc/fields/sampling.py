@@ -14,6 +14,8 @@ from gateway_svc.http.errors import ApiError, bad_request
 _SAME = frozenset(each.name for each in fields(SamplingParams)) - {
     "logprobs", "max_tokens", "n", "beam_width", "structured_outputs",
 }  # fmt: skip
+_DRAWS = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
+_LIMITS = frozenset(("max_tokens",))
 MAX_LOGPROBS = 20
 """Most top logprobs of a token, as with OpenAI and by vLLM's default: with a whole vocabulary for each, an answer
 would have gigabytes."""
@@ -54,6 +56,13 @@ def sampling_params(
         name = message.partition(" ")[0].partition(".")[0]
         field = renamed.get(name, name)
         raise bad_request(f"{field}{message[len(name) :]}"[:500], field) from None
+
+
+def unset_sampling(values: Mapping[str, Any], max_tokens: int | None = None) -> frozenset[str]:
+    """The parameters of a request for which the model's own files may speak (ModelInfo.default_sampling)."""
+    names = _LIMITS if values.get("use_beam_search") else _DRAWS | _LIMITS
+    given = {name for name in names if values.get(name) is not None}
+    return names - given - (_LIMITS if max_tokens is not None else frozenset())
 
 
 def _beams(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

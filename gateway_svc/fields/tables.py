@@ -32,8 +32,8 @@ _EXTENSIONS: tuple[Field, ...] = (
 """vLLM's, on all paths that generate."""
 
 _SAMPLING: tuple[Field, ...] = (
-    honoured("temperature", "a number", "0 is greedy; default 1", "default: that of generation_config.json"),
-    honoured("top_p", "a number", "default 1", "default: that of generation_config.json"),
+    honoured("temperature", "a number", "0 is greedy; default: the model's, else 1"),
+    honoured("top_p", "a number", "default: the model's, else 1"),
     honoured("n", "an integer", "1 to 64, and 1 with greedy sampling; with use_beam_search, beams"),
     honoured("seed", "an integer", "64 bits, with a sign or without; absent or -1: drawn"),
     honoured("stop", "a string or a list of strings", "at most 128, each of 1 to 256 characters"),
@@ -45,10 +45,10 @@ _SAMPLING: tuple[Field, ...] = (
 )
 
 _VLLM_SAMPLING: tuple[Field, ...] = (
-    honoured("top_k", "an integer", "-1 or 0: all", "default: that of generation_config.json"),
-    honoured("min_p", "a number", "0 to 1"),
+    honoured("top_k", "an integer", "-1 or 0: all; default: the model's, else all"),
+    honoured("min_p", "a number", "0 to 1; default: the model's, else 0"),
     honoured("top_n_sigma", "a number", "standard deviations below the highest logit; 0: off", "unknown there"),
-    honoured("repetition_penalty", "a number", "over 0"),
+    honoured("repetition_penalty", "a number", "over 0; default: the model's, else 1"),
     honoured("length_penalty", "a number", "with use_beam_search"),
     honoured("early_stopping", "any", "with use_beam_search: true, false or never", "not on completions and chat"),
     honoured("use_beam_search", "a boolean", "n beams; nothing is streamed before their end", "beams of its own front"),
@@ -192,7 +192,7 @@ RESPONSES = by_name(
         honoured("request_id", "a string", "in the id of the answer"),
         honoured("cache_salt", "a string", "only requests with the same salt share cached prefixes"),
         honoured("top_k", "an integer", "-1 or 0: all"),
-        honoured("min_p", "a number", "0 to 1"),
+        honoured("min_p", "a number", "0 to 1; default: the model's, else 0"),
         honoured("seed", "an integer", "64 bits, with a sign or without; absent or -1: drawn"),
         honoured("stop", "a string or a list of strings", "as on chat"),
         honoured("stop_token_ids", "a list of integers", "at most 1,024"),
@@ -203,7 +203,7 @@ RESPONSES = by_name(
         honoured("include_reasoning", "a boolean", "false: the thought is left out of the answer"),
         refused("enable_response_messages", "the prompt's text is not given", "honoured", (False,)),
         refused("previous_input_messages", "give them in input", "for one family of models"),
-        honoured("repetition_penalty", "a number", "over 0"),
+        honoured("repetition_penalty", "a number", "over 0; default: the model's, else 1"),
         honoured("presence_penalty", "a number", "-2 to 2"),
         honoured("frequency_penalty", "a number", "-2 to 2"),
         honoured("ignore_eos", "a boolean", "default false"),

@@ -40,7 +40,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     caller = await state.generating(request)
     asked = await read_body(request, read_completion)
-    chosen = state.names.choose(asked.model, await caller.model())
+    info = await caller.model()
+    asked = replace(asked, params=asked.suggested(info.default_sampling))
+    chosen = state.names.choose(asked.model, info)
     prompts, echoes = await _prepared(caller, asked)
     answer = _CompletionAnswer(asked, AnswerHead(asked.id, "text_completion", chosen.name), echoes)
     generation = Generation(caller, GenerationJob(prompts, asked.params, chosen.adapter), is_streamed=asked.is_streamed)

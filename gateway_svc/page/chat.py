@@ -23,6 +23,8 @@ from gateway_svc.state import STATE
 
 _MAX_TOKENS = 512
 _FIELDS = {"messages", "max_tokens", "temperature", "seed"}
+_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
+"""Of a model whose files suggest none."""
 _RECORD_S = 1.0
 """How long the record of the end may come after the last token: a fifth of it is between two messages of the watch."""
 
@@ -31,8 +33,10 @@ async def chat(request: web.Request, feed: Feed) -> web.StreamResponse:
     """Stream an answer: text, the request's journey as it grows, and its counts and times at the end."""
     state = request.app[STATE]
     caller = await state.generating(request)
-    prompt, params = await read_body(request, _read)
-    if not (await caller.model()).has_chat_template:  # then the last message's text alone
+    prompt, sampling = await read_body(request, _read)
+    info = await caller.model()
+    params = SamplingParams(**{**(info.default_sampling or _SAMPLING), **sampling})
+    if not info.has_chat_template:  # then the last message's text alone
         assert prompt.messages is not None
         prompt = Prompt(text=prompt.messages[-1].content or "")
     generation = Generation(caller, GenerationJob([prompt], params), is_streamed=True)
@@ -90,8 +94,8 @@ def _end(result: RequestOutput) -> dict[str, Any]:
     return end
 
 
-def _read(body: Mapping[str, Any]) -> tuple[Prompt, SamplingParams]:
-    """Read a request; raises ApiError."""
+def _read(body: Mapping[str, Any]) -> tuple[Prompt, dict[str, Any]]:
+    """Read a request: its chat, and the fields of SamplingParams that it has. Raises ApiError."""
     params = _params(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -99,19 +103,20 @@ def _read(body: Mapping[str, Any]) -> tuple[Prompt, SamplingParams]:
     return chat_prompt(messages), params
 
 
-def _params(body: Mapping[str, Any]) -> SamplingParams:
+def _params(body: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(body.keys() - _FIELDS)
     if unknown:
         raise bad_request("there is no such field", unknown[0])
-    max_tokens, temperature = body.get("max_tokens", 128), body.get("temperature", 0.7)
+    max_tokens, temperature = body.get("max_tokens", 128), body.get("temperature")
     if not _is_number(max_tokens, int) or not 1 <= max_tokens <= _MAX_TOKENS:
         raise bad_request(f"max_tokens must be 1 to {_MAX_TOKENS}", "max_tokens")
-    if not _is_number(temperature, (int, float)) or not 0 <= temperature <= 2:
+    if temperature is not None and not (_is_number(temperature, (int, float)) and 0 <= temperature <= 2):
         raise bad_request("temperature must be 0 to 2", "temperature")
     seed = body.get("seed")
     if seed is not None and not (_is_number(seed, int) and 0 <= seed < 2**64):
         raise bad_request("seed must be 0 to 2^64 - 1", "seed")
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:

@@ -8,7 +8,14 @@ from typing import Any
 
 from gateway_svc.fields.constraints import output_constraint
 from gateway_svc.fields.field import read_fields, wrong_value
-from gateway_svc.fields.sampling import answer_id, number_of_choices, require, sampling_params, stream_options
+from gateway_svc.fields.sampling import (
+    answer_id,
+    number_of_choices,
+    require,
+    sampling_params,
+    stream_options,
+    unset_sampling,
+)
 from gateway_svc.fields.tables import CHAT
 from gateway_svc.http.errors import bad_request
 from gateway_svc.requests.prompts import rendered_prompt
@@ -34,6 +41,7 @@ def read_chat(body: Mapping[str, Any]) -> GatewayRequest:
     renamed = {"logprobs": "top_logprobs", "max_tokens": named}
     return GatewayRequest(
         params=sampling_params(values, renamed, constraint, n=n, max_tokens=max_tokens, logprobs=num_top),
+        unset=unset_sampling(values, max_tokens),
         id=answer_id(values, "chatcmpl", uuid.uuid4().hex),
         model=values.get("model"),
         prompts=[prompt],

@@ -9,7 +9,14 @@ from typing import Any
 from cadenza.prompts import Prompt, parse_prompts
 from gateway_svc.fields.constraints import output_constraint
 from gateway_svc.fields.field import read_fields, wrong_value
-from gateway_svc.fields.sampling import answer_id, number_of_choices, require, sampling_params, stream_options
+from gateway_svc.fields.sampling import (
+    answer_id,
+    number_of_choices,
+    require,
+    sampling_params,
+    stream_options,
+    unset_sampling,
+)
 from gateway_svc.fields.tables import COMPLETIONS
 from gateway_svc.http.errors import bad_request
 from gateway_svc.requests.prompts import with_salt
@@ -39,6 +46,7 @@ def read_completion(body: Mapping[str, Any]) -> GatewayRequest:
     constraint = output_constraint(values)
     return GatewayRequest(
         params=sampling_params(values, constraint=constraint, **own),
+        unset=unset_sampling(values, max_tokens),
         id=answer_id(values, "cmpl", uuid.uuid4().hex),
         model=values.get("model"),
         prompts=prompts,

@@ -10,7 +10,7 @@ from typing import Any
 from cadenza.prompts import Prompt
 from gateway_svc.fields.constraints import output_constraint
 from gateway_svc.fields.field import check_keys, read_fields, shown
-from gateway_svc.fields.sampling import require, sampling_params
+from gateway_svc.fields.sampling import require, sampling_params, unset_sampling
 from gateway_svc.fields.tables import COUNT_TOKENS, MESSAGES
 from gateway_svc.http.errors import ApiError, bad_request
 from gateway_svc.requests.prompts import chat_prompt, template_arguments
@@ -56,6 +56,7 @@ def read_messages(body: Mapping[str, Any]) -> GatewayRequest:
         model=values.get("model"),
         prompts=[prompt],
         params=sampling_params(values, _RENAMED, constraint, max_tokens=max_tokens, stop=stop),
+        unset=unset_sampling(values, max_tokens),
         constrained_by=constraint.field,
         use=use,
         is_streamed=values.get("stream", False),

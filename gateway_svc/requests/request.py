@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cadenza.prompts import Prompt
@@ -22,6 +22,8 @@ class GatewayRequest:
     prompts: Sequence[Prompt]
     """One of a chat; of completions one or more, texts or token ids."""
     params: SamplingParams
+    unset: frozenset[str] = frozenset()
+    """Those of the parameters that the request left to the model's own files."""
     constrained_by: str = "structured_outputs"
     """The field that has the caller's constraint, or would have it."""
     use: ToolUse = field(default_factory=ToolUse)
@@ -45,6 +47,11 @@ class GatewayRequest:
     splits_logprobs: bool = False
     """Whether logprobs stand with the part of the output, thought, text or call, that their tokens made."""
 
+    def suggested(self, values: Mapping[str, float]) -> SamplingParams:
+        """The parameters, with the model's own where the request has none."""
+        taken: dict[str, Any] = {name: value for name, value in values.items() if name in self.unset}
+        return replace(self.params, **taken)
+
     @property
     def num_top(self) -> int | None:
         """Top logprobs of each token; None: no logprobs."""
@@ -64,10 +71,6 @@ class ResponsesRequest(GatewayRequest):
     """effort, summary and generate_summary, as far as they were given."""
     text: Mapping[str, Any]
     """The format of the output, as JSON that is checked."""
-    temperature: float
-    top_p: float
-    presence_penalty: float
-    frequency_penalty: float
     user: str | None
     safety_identifier: str | None
     carries_thought: bool

@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway_svc.fields.constraints import output_constraint
 from gateway_svc.fields.field import read_fields, wrong_value
-from gateway_svc.fields.sampling import answer_id, check_stream_options, require, sampling_params
+from gateway_svc.fields.sampling import answer_id, check_stream_options, require, sampling_params, unset_sampling
 from gateway_svc.fields.tables import RESPONSES
 from gateway_svc.http.errors import bad_request
 from gateway_svc.requests.request import ResponsesRequest
@@ -33,6 +33,7 @@ def read_response(body: Mapping[str, Any]) -> ResponsesRequest:
     max_tokens, constraint = values.get("max_output_tokens"), output_constraint(values)
     return ResponsesRequest(
         params=sampling_params(values, _RENAMED, constraint, max_tokens=max_tokens, logprobs=num_top),
+        unset=unset_sampling(values, max_tokens),
         id=answer_id(values, "resp", uuid.uuid4().hex),
         model=values.get("model"),
         prompts=[prompt],
@@ -48,10 +49,6 @@ def read_response(body: Mapping[str, Any]) -> ResponsesRequest:
         prompt_cache_key=values.get("prompt_cache_key"),
         reasoning=reasoning,
         text=values.get("text") or {"format": {"type": "text"}},
-        temperature=values.get("temperature", 1.0),
-        top_p=values.get("top_p", 1.0),
-        presence_penalty=values.get("presence_penalty", 0.0),
-        frequency_penalty=values.get("frequency_penalty", 0.0),
         user=values.get("user"),
         safety_identifier=values.get("safety_identifier"),
         carries_thought=_THOUGHTS in include,

@@ -96,6 +96,7 @@ def model_info(model: ModelDescription, tokenizer: Tokenizer | None, *, max_mode
         bos_token_id=model.bos_token_id,
         num_parameters=model.num_parameters,
         fingerprint=types_pb2.NumericsFingerprint.FromString(model.fingerprint),
+        default_sampling=types_pb2.SamplingParams.FromString(model.default_sampling),
     )
     if tokenizer is not None:
         template = tokenizer.chats.shown_template

@@ -45,6 +45,8 @@ class ModelDescription:
     """The parts of the fingerprint as (name, value), to say what differs."""
     model_type: str = ""
     """The kind of model by its config.json; empty: none."""
+    default_sampling: bytes = b""
+    """Sampling parameters that the model's files suggest, as a serialized SamplingParams, opaque to the engine."""
     gives_prompt_logprobs: bool = True
     has_logits_processors: bool = True
     """Whether it supports penalties, logit bias, allowed tokens and bad words."""

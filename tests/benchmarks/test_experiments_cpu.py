@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError
-from benchmarks.experiments import memory, preemption, preemption_runs, served, served_ratio
+from benchmarks.experiments import memory, preemption, preemption_runs, served, served_ratio, served_ratio_runs
 from benchmarks.experiments.experiment import Experiment, ExperimentResult, RunSettings
 from benchmarks.experiments.memory_runs import held, in_blocks
 from benchmarks.experiments.page import draw
@@ -140,9 +140,9 @@ def made_up_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return LocalServices(DEMO_MODEL, **{**options, "simulate": str(costs)})
 
     monkeypatch.setattr(served, "LocalServices", services)
-    monkeypatch.setattr(served_ratio, "random_checkpoint", lambda shape: DEMO_MODEL)
+    monkeypatch.setattr(served_ratio_runs, "random_checkpoint", lambda shape: DEMO_MODEL)
     short = {"input_len": "uniform:16:112", "output_len": "exponential:48:8:128"}
-    for module, name in ((preemption_runs, "_LOAD"), (served_ratio, "_CPU_LOAD")):
+    for module, name in ((preemption_runs, "_LOAD"), (served_ratio_runs, "_CPU_LOAD")):
         assert getattr(module, name)["output_len"] != short["output_len"]
         monkeypatch.setattr(module, name, short)
 

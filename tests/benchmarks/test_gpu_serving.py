@@ -76,7 +76,8 @@ def test_prompts_are_split_into_steps() -> None:
     steps = _batches(chunks, 12)
     assert steps == [[(0, 0, 8)], [(0, 8, 4), (1, 0, 8)], [(1, 8, 4)]]
     rows = _scheduled(steps[1], 12)
-    assert (rows.slots.tolist(), rows.num_tokens.tolist(), rows.samples.tolist()) == ([0, 1], [4, 8], [True, False])
+    expected = {"scheduled_slots": [0, 1], "scheduled_num_tokens": [4, 8], "scheduled_samples": [True, False]}
+    assert rows == expected
 
 
 # ---------------------------------------------------------------- serving

@@ -190,6 +190,7 @@ def model_info_from_proto(message: generation_pb2.GetModelInfoResponse) -> Model
         fingerprint=message.fingerprint.digest,
         chat_template=message.chat_template,
         added_tokens=[AddedToken(each.id, each.text, each.special) for each in message.added_tokens],
+        default_sampling={field.name: value for field, value in message.default_sampling.ListFields()},
     )
 
 

@@ -221,6 +221,7 @@ class DescribeResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; 1."""
     incarnation: _builtins.int
@@ -261,6 +262,10 @@ class DescribeResponse(_message.Message):
     def grammar(self) -> Global___GrammarEngine:
         """What follows grammars; absent: the executor has no EXECUTOR_FEATURE_GRAMMAR."""
 
+    @_builtins.property
+    def default_sampling(self) -> _types_pb2.SamplingParams:
+        """Sampling parameters that the model's own files suggest, for requests that do not say otherwise."""
+
     def __init__(
         self,
         *,
@@ -277,10 +282,11 @@ class DescribeResponse(_message.Message):
         device: _builtins.str = ...,
         version: _builtins.str = ...,
         grammar: Global___GrammarEngine | None = ...,
+        default_sampling: _types_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "fingerprint", b"fingerprint", "grammar", b"grammar", "kv", b"kv", "limits", b"limits", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "default_sampling", b"default_sampling", "fingerprint", b"fingerprint", "grammar", b"grammar", "kv", b"kv", "limits", b"limits", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "device", b"device", "eos_token_ids", b"eos_token_ids", "features", b"features", "fingerprint", b"fingerprint", "grammar", b"grammar", "incarnation", b"incarnation", "kv", b"kv", "limits", b"limits", "model", b"model", "protocol_version", b"protocol_version", "tokenizer", b"tokenizer", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "default_sampling", b"default_sampling", "device", b"device", "eos_token_ids", b"eos_token_ids", "features", b"features", "fingerprint", b"fingerprint", "grammar", b"grammar", "incarnation", b"incarnation", "kv", b"kv", "limits", b"limits", "model", b"model", "protocol_version", b"protocol_version", "tokenizer", b"tokenizer", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -691,6 +691,7 @@ class GetModelInfoResponse(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     ADDED_TOKENS_FIELD_NUMBER: _builtins.int
     MODEL_TYPE_FIELD_NUMBER: _builtins.int
+    DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Folder or hub id, as given to the executor."""
     architecture: _builtins.str
@@ -725,6 +726,12 @@ class GetModelInfoResponse(_message.Message):
     def added_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___AddedToken]:
         """Tokens that the tokenizer has beside its vocabulary, in order of their ids; at most 4,096."""
 
+    @_builtins.property
+    def default_sampling(self) -> _types_pb2.SamplingParams:
+        """Sampling parameters that the model's own files suggest. The scheduler does not apply them: an absent field of a
+        request has the default of SamplingParams. Clients that ask with parameters of their own choice send these first.
+        """
+
     def __init__(
         self,
         *,
@@ -742,10 +749,11 @@ class GetModelInfoResponse(_message.Message):
         chat_template: _builtins.str = ...,
         added_tokens: _abc.Iterable[Global___AddedToken] | None = ...,
         model_type: _builtins.str = ...,
+        default_sampling: _types_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "default_sampling", b"default_sampling", "fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "added_tokens", b"added_tokens", "architecture", b"architecture", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "model", b"model", "model_type", b"model_type", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "added_tokens", b"added_tokens", "architecture", b"architecture", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "default_sampling", b"default_sampling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "model", b"model", "model_type", b"model_type", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -133,8 +133,8 @@ export class Chat {
     const body = {
       messages,
       max_tokens: Number(this.form.max_tokens.value),
-      temperature: Number(this.form.temperature.value),
     };
+    if (this.form.temperature.value !== "") body.temperature = Number(this.form.temperature.value);
     try {
       await stream("page/chat", (event) => answer.on(event, this.names), { body, signal: answer.stopping.signal });
     } catch (error) {

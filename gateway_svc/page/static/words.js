@@ -17,7 +17,7 @@ const WORDS = {
   chat: ["Playground", "试用"],
   prompt: ["Message", "消息"],
   max_tokens: ["max tokens", "最多 token 数"],
-  temperature: ["temperature", "温度"],
+  temperature: ["temperature; empty: the model's, else 0.7", "温度；留空：用模型自带的，否则 0.7"],
   send: ["Send", "发送"],
   four: ["Four at once", "同时四个"],
   new_chat: ["New chat", "新对话"],

@@ -25,6 +25,8 @@ def write_vocabulary(path: Path, pairs: Pairs) -> Path:
             writer.add_bool(key, value)
         elif isinstance(value, int):
             writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
         else:

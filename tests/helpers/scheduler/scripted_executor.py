@@ -55,6 +55,9 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
     """Clear `going` after this many plans in all."""
     holder: str = ""
     refuse: tuple[grpc.StatusCode, str] | None = None
+    samplings: list[types_pb2.SequenceSampling] = field(default_factory=list)
+    """Of each admitted sequence."""
+    default_sampling: dict[str, float] = field(default_factory=dict)
     num_plans: int = 0
     num_heartbeats: int = 0
     resident_bytes: int = 5_000
@@ -88,6 +91,7 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
             fingerprint=types_pb2.NumericsFingerprint(mode=types_pb2.NUMERICS_MODE_EXACT, digest=self.digest),
             device="cpu",
             version="test",
+            default_sampling=types_pb2.SamplingParams(**self.default_sampling),
             features=[*self.features, *([pb.EXECUTOR_FEATURE_DRAFTS] if self.max_drafts else [])],
         )  # fmt: skip
 
@@ -165,6 +169,7 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
             del self.slots[slot_id]
         for admitted in plan.admitted:
             assert admitted.slot not in self.slots
+            self.samplings.append(admitted.sampling)
             self.slots[admitted.slot] = _Slot(admitted, len(admitted.token_ids), admitted.num_computed_tokens)
         scheduled = plan.scheduled
         work = dict(zip(scheduled.slots, zip(scheduled.num_tokens, scheduled.samples, strict=True), strict=True))

@@ -11,6 +11,9 @@ import termios
 import tty
 from collections.abc import Callable, Iterator
 
+_INPUT_FLAGS, _LOCAL_FLAGS = 0, 3
+"""Of what `termios.tcgetattr` returns."""
+
 
 class Keyboard:
     """While open, passes each typed character to a callback on the running event loop; nothing is echoed.
@@ -43,6 +46,24 @@ class Keyboard:
             asyncio.get_running_loop().remove_reader(fd)
         for key in typed.decode(errors="ignore"):
             self._on_key(key)
+
+
+@contextlib.contextmanager
+def unechoed() -> Iterator[None]:
+    """Keep what is typed meanwhile for the next reader of the terminal, without showing it; Ctrl-C stays a signal."""
+    if not has_keyboard():
+        yield
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    quiet = list(before)
+    quiet[_INPUT_FLAGS] &= ~termios.ICRNL
+    quiet[_LOCAL_FLAGS] = quiet[_LOCAL_FLAGS] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
+    termios.tcsetattr(fd, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSANOW, before)
 
 
 def has_keyboard() -> bool:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cadenza.client import Client
 from cadenza.errors import CadenzaError, FailedPreconditionError, UnavailableError
-from cadenza.sampling_params import SamplingParams
+from cadenza.outputs import RequestOutput
+from cadenza_cli.chat.commands import HELP_TEXT, QUIT, command_of, obey
+from cadenza_cli.chat.conversation import Conversation
 from cadenza_cli.chat.input import MessageReader, PipedMessages, TypedMessages, without_block
+from cadenza_cli.chat.silence import SilenceWatch
 from cadenza_cli.generate import EPILOG as EPILOG
 from cadenza_cli.generate import (
     NO_TOKENIZER,
@@ -29,7 +34,7 @@ from cadenza_cli.generate import (
     check_speculation,
     make_params,
 )
-from cadenza_cli.keyboard import Interrupts, has_keyboard
+from cadenza_cli.keyboard import Interrupts, has_keyboard, unechoed
 from cadenza_cli.service_args import Config, serving
 from cadenza_cli.text import notice, printable, terminal_width, typed, write
 
@@ -49,21 +54,6 @@ commands and keys, /quit or Ctrl-D exits. \"\"\" opens and closes a message of s
 one after the other.
 """
 _COMMANDS = "/help lists commands, Ctrl-D exits"
-RESET, HELP_COMMAND, QUIT = "/reset", "/help", "/quit"
-_ALSO = {"/?": HELP_COMMAND, "/bye": QUIT, "/exit": QUIT, "/clear": RESET}
-"""Names that users of other programs try."""
-
-HELP_TEXT = f"""{RESET}     start a new conversation
-{HELP_COMMAND}      this list
-{QUIT}      exit; so does Ctrl-D
-Enter      send the message
-Alt-Enter  begin a new line
-\"\"\"        open and close a message of many lines
-Up, Down   earlier messages
-Ctrl-C     stop an answer, or discard the line
-"""
-
-
 _SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 """Of a model whose files suggest none."""
 
@@ -73,9 +63,17 @@ class _Shown:
     """Writes an answer; words are kept whole at the right edge of a terminal."""
 
     wrapper: Wrapper | None = None
+    begun: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """`tell` is called by another thread."""
 
     def write(self, text: str) -> None:
         """Write more of it."""
+        with self.lock:
+            self.begun = True
+            self._write(text)
+
+    def _write(self, text: str) -> None:
         width = terminal_width(sys.stdout)
         if width is None:
             write(text)
@@ -87,26 +85,17 @@ class _Shown:
         self.wrapper.width = width  # the window may have been resized
         write(self.wrapper.feed(printable(text)))
 
+    def tell(self, text: str) -> None:
+        """Tell something in the middle of it, in a line of its own."""
+        with self.lock:
+            if self.begun:
+                self.end()
+            self.begun = False
+            notice(text)
+
     def end(self) -> None:
         """Write what was held back, and end the line."""
         write((self.wrapper.flush() if self.wrapper is not None else "") + "\n")
-
-
-@dataclass(slots=True)
-class _Conversation:
-    """The messages of a conversation, beginning with the system message if there is one."""
-
-    client: Client
-    params: SamplingParams
-    speculation: int | None
-    system: str | None
-    interactive: bool
-    opening: str
-    """What a person reads first."""
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-    def reset(self) -> None:
-        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
 
 def chat(
@@ -145,44 +134,36 @@ def chat(
                 "the model has no chat template, which a chat needs: continue texts with cadenza generate --raw, or "
                 "start the server with --tokenizer and one that has a template"
             )
-        suggested = info.default_sampling or _SAMPLING
-        conversation = _Conversation(
+        conversation = Conversation(
             client,
-            make_params(sampling, suggested),
-            speculation,
+            make_params(sampling, info.default_sampling or _SAMPLING),
+            info.max_model_len,
             None if system is None else typed(system),
-            interactive=has_keyboard(),
-            opening=f"{_COMMANDS}; {_sampling_text(sampling, suggested)}",
+            speculation,
         )
         with Interrupts() as interrupts:
-            _talk(conversation, interrupts)
+            _talk(conversation, info.model, interrupts, interactive=has_keyboard())
 
 
-def _sampling_text(given: Mapping[str, Any], suggested: Mapping[str, float]) -> str:
-    """How answers are sampled, in the order of the options."""
-    values = {**suggested, **{name: value for name, value in given.items() if value is not None}}
-    return ", ".join(f"{name} {values[name]:g}" for name in ("temperature", "top_p", "top_k") if name in values)
-
-
-def _talk(conversation: _Conversation, interrupts: Interrupts) -> None:
+def _talk(conversation: Conversation, model: str, interrupts: Interrupts, *, interactive: bool) -> None:
     reader: MessageReader = PipedMessages(interrupts)
-    if conversation.interactive:
+    if interactive:
         reader = TypedMessages()
-        notice(conversation.opening)
+        notice(f"{Path(model).name}, {conversation.sampling_text()}; {_COMMANDS}")
     conversation.reset()
-    while (message := _read(reader, conversation.interactive)) is not None:
+    while (message := _read(reader, interactive)) is not None:
         command = command_of(message)
-        if command == QUIT:
+        if command is None:
+            if (content := without_block(message)).strip():
+                _answer(conversation, content, interrupts, interactive=interactive)
+        elif command.name == QUIT:
             return
-        if command == RESET:
-            conversation.reset()
-            notice("a new conversation")
-        elif command == HELP_COMMAND:
-            sys.stderr.write(HELP_TEXT)
-        elif command is not None:
-            notice(unknown(command))
-        elif (content := without_block(message)).strip():
-            _answer(conversation, content, interrupts)
+        else:
+            told = obey(command, conversation)
+            if told == HELP_TEXT:
+                sys.stderr.write(told)
+            else:
+                notice(told)
 
 
 def _read(reader: MessageReader, interactive: bool) -> str | None:
@@ -196,16 +177,21 @@ def _read(reader: MessageReader, interactive: bool) -> str | None:
             notice(_COMMANDS)
 
 
-def _answer(conversation: _Conversation, message: str, interrupts: Interrupts) -> None:
+def _answer(conversation: Conversation, message: str, interrupts: Interrupts, *, interactive: bool) -> None:
     """Stream the answer to `message` and add both to the conversation; a failed message is removed again."""
-    messages = conversation.messages
+    messages, before = conversation.messages, list(conversation.messages)
     messages.append({"role": "user", "content": message})
-    answer, ending = "", None
-    shown = _Shown()
-    deltas = conversation.client.stream_chat(messages, conversation.params, speculation=conversation.speculation)
+    answer, ending, shown = "", None, _Shown()
     try:
-        with interrupts.listening():
+        _drop_old(conversation)
+        with (
+            interrupts.listening(),
+            unechoed(),
+            SilenceWatch(conversation.client, shown.tell) as watch,
+            closing(_deltas(conversation)) as deltas,
+        ):
             for delta in deltas:
+                watch.heard()
                 for sample in delta.outputs:
                     answer += sample.text
                     shown.write(sample.text)
@@ -217,31 +203,25 @@ def _answer(conversation: _Conversation, message: str, interrupts: Interrupts) -
         shown.end()
         notice("stopped")
     except CadenzaError as error:
-        if isinstance(error, UnavailableError) and not conversation.interactive:
+        if isinstance(error, UnavailableError) and not interactive:
             raise
         if answer:
             shown.end()
-        messages.pop()
+        messages[:] = before
         notice(f"{error} (your message is removed)")
         return
-    finally:
-        deltas.close()  # aborts the request if it is still running
     messages.append({"role": "assistant", "content": answer})
 
 
-def command_of(message: str) -> str | None:
-    """The command that a message is: one of RESET, HELP_COMMAND, QUIT, or as it is if there is no such command.
-
-    None: the message is for the model, as every block of lines is.
-    """
-    if not message.startswith("/") or "\n" in message.strip():
-        return None
-    word = message.strip()
-    return _ALSO.get(word, word)
+def _deltas(conversation: Conversation) -> Generator[RequestOutput]:
+    """The answer in pieces; to close it aborts the request if it is still running."""
+    return conversation.client.stream_chat(
+        conversation.messages, conversation.params, speculation=conversation.speculation
+    )
 
 
-def unknown(command: str) -> str:
-    """What to say about a command that does not exist."""
-    near = difflib.get_close_matches(command.split()[0], (RESET, HELP_COMMAND, QUIT), n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"{HELP_COMMAND} lists them"
-    return f"no command {command[:40]!r}: {hint} (a space before the / sends it to the model)"
+def _drop_old(conversation: Conversation) -> None:
+    num_dropped = conversation.make_room()
+    if num_dropped:
+        turns = "the oldest turn leaves" if num_dropped == 1 else f"the {num_dropped} oldest turns leave"
+        notice(f"the context of {conversation.max_model_len:,} tokens is full: {turns} the conversation")

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import io
+import itertools
+import json
+import queue
+from types import SimpleNamespace
 
 import pytest
 
 from cadenza.calls.loop_thread import LoopThread
+from cadenza.errors import UnavailableError
+from cadenza.sampling_params import SamplingParams
 from cadenza.v1 import generation_pb2 as pb
 from cadenza_cli.app import run
-from cadenza_cli.chat.chat import HELP_TEXT, command_of, unknown
+from cadenza_cli.chat.commands import HELP_TEXT, Command, command_of, obey
+from cadenza_cli.chat.conversation import Conversation
 from cadenza_cli.chat.input import is_open_block, without_block
+from cadenza_cli.chat.silence import SilenceWatch
 from tests.helpers.client.scripted_server import Script, start
 
 
@@ -28,7 +36,7 @@ class NotingScript(Script):
             yield response
 
     async def GetModelInfo(self, request, context):
-        return pb.GetModelInfoResponse(model="m", vocab_size=7, **self._info)
+        return pb.GetModelInfoResponse(model="m", vocab_size=7, max_model_len=1000, **self._info)
 
 
 def chat(lines: str, capsys, monkeypatch, **info) -> tuple[int, list[str], str]:
@@ -70,11 +78,101 @@ def test_commands(capsys, monkeypatch):
     assert max(map(len, HELP_TEXT.splitlines())) <= 50
 
 
+def conversation(**own) -> Conversation:
+    return Conversation(None, SamplingParams(temperature=0.5), 100, **own)
+
+
 @pytest.mark.parametrize(("message", "near"), [("/rest", "/reset"), ("/qiut now", "/quit"), ("/halp", "/help")])
 def test_an_unknown_command_suggests_the_nearest(message, near):
     command = command_of(message)
-    assert command == message
-    assert f"did you mean {near}?" in unknown(command)
+    assert f"did you mean {near}?" in obey(command, conversation())
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("/set temperature 0.2", "temperature 0.2, top_p 1, max_tokens 16"),
+        ("/set top_k 5", "temperature 0.5, top_p 1, top_k 5, max_tokens 16"),
+        ("/set max_tokens none", "temperature 0.5, top_p 1, max_tokens None"),
+        ("/set", "temperature 0.5, top_p 1, max_tokens 16"),
+        ("/set temperature -1", "temperature must be a finite number of at least 0, not -1"),
+        ("/set top_p high", "top_p must be over 0 and at most 1, not 'high'"),
+        ("/set temperatur 1", "'temperatur' cannot be set; these can: temperature, top_p, top_k, min_p, "
+         "repetition_penalty, max_tokens, seed"),
+    ],
+)  # fmt: skip
+def test_sampling_is_set(typed, told):
+    assert obey(command_of(typed), conversation()) == told
+
+
+def test_a_system_message_begins_a_new_conversation():
+    talk = conversation()
+    talk.messages = [{"role": "user", "content": "one"}]
+    assert obey(Command("/system", ""), talk) == "there is no system message"
+    obey(command_of("/system Be brief."), talk)
+    assert talk.messages == [{"role": "system", "content": "Be brief."}]
+    assert obey(Command("/system", ""), talk) == "the system message: Be brief."
+
+
+def test_a_conversation_is_saved_once(tmp_path):
+    talk, path = conversation(), tmp_path / "talk.json"
+    talk.messages = [{"role": "user", "content": "Zoë"}]
+    assert obey(Command("/save", str(path)), talk) == f"written to {path}"
+    assert json.loads(path.read_text(encoding="utf-8")) == {"messages": talk.messages}
+    assert "is there already" in obey(Command("/save", str(path)), talk)
+    assert obey(Command("/save", str(tmp_path / "no" / "x")), talk).endswith("No such file or directory")
+    assert obey(Command("/save", ""), talk) == "/save needs the name of a file"
+
+
+class _Counting:
+    """A client for which each word is a token."""
+
+    def tokenize(self, messages):
+        return [0] * sum(len(message["content"].split()) for message in messages)
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
+
+def test_the_oldest_turns_leave_when_the_context_is_full():
+    system = {"role": "system", "content": "s " * 20}
+    messages = [system, *turns("a " * 20, "b " * 10, "c " * 20, "d " * 10, "e " * 10)]
+    talk = Conversation(_Counting(), SamplingParams(max_tokens=None), 100, messages=list(messages))
+    assert talk.make_room() == 1, "90 tokens, and 25 for the answer"
+    assert talk.messages == [system, *messages[3:]]
+    assert talk.make_room() == 0
+    talk.params, talk.messages = SamplingParams(max_tokens=10), list(messages)
+    assert talk.make_room() == 0, "the answer is short"
+    talk.messages = turns("x " * 200)
+    assert talk.make_room() == 0, "the last message stays"
+
+
+class _Away:
+    """A client whose server has these executors; None: it does not answer."""
+
+    def __init__(self, connected: list[bool] | None) -> None:
+        self.connected = connected
+
+    def server_info(self):
+        if self.connected is None:
+            raise UnavailableError("away")
+        return SimpleNamespace(executors=[SimpleNamespace(connected=each) for each in self.connected])
+
+
+@pytest.mark.parametrize(
+    ("connected", "told"),
+    [([False], "the executor restarts"), (None, "the server does not answer"), ([False, True], None), ([], None)],
+)
+def test_silence_is_explained(connected, told):
+    said: queue.Queue[str] = queue.Queue()
+    with SilenceWatch(_Away(connected), said.put, quiet_s=0.01) as watch:
+        if told:
+            assert told in said.get(timeout=10)
+            watch.heard()
+            assert told in said.get(timeout=10), "a second silence is another one"
+    assert said.empty()
 
 
 def test_blocks():

@@ -60,7 +60,7 @@ def messages_of(script: NotingScript) -> list[str]:
 
 def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(target, script):
     with chatting(target, "--system", "Be brief. 简短。") as terminal:
-        terminal.wait_for_screen("top_p 0.95\n>\n")
+        terminal.wait_for_screen("exits\n>\n")
         terminal.type(b"hang on\r")
         assert script.hanging.wait(10)
         terminal.wait_for_screen("\nhang\n")  # the first streamed word
@@ -84,6 +84,18 @@ def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(target, script):
     second = [*first, ("assistant", "hang "), ("user", "你好 👨‍👩‍👧‍👦 cafe\u0301")]
     third = [*second, ("assistant", "你好 👨‍👩‍👧‍👦 cafe\u0301 "), ("user", "bad")]
     assert script.chats == [first, second, third]
+
+
+def test_what_is_typed_during_an_answer_waits_and_is_not_shown_in_it(target, script):
+    with chatting(target) as terminal:
+        terminal.wait_for_screen("exits\n>\n")
+        terminal.type(b"hang on\r")
+        assert script.hanging.wait(10)
+        terminal.wait_for_screen("\nhang\n")
+        terminal.type(b"typed ahead\rand more")
+        terminal.type(CTRL_C)
+        terminal.wait_for_screen("> hang on\nhang\n+cadenza: stopped\n> typed ahead\ntyped ahead\n> and more")
+    assert messages_of(script) == ["hang on", "typed ahead"]
 
 
 def test_a_broken_connection_and_a_new_conversation(target, script):
@@ -132,7 +144,7 @@ def test_earlier_messages_can_be_edited_and_sent_again(target, script):
 def test_words_are_whole_at_the_right_edge(target, script, width):
     text = " ".join(f"{'w' * (1 + 7 * number % 13)}{number}" for number in range(60)) + " 你好" * 20
     with chatting(target, size=(width, 60)) as terminal:
-        terminal.wait_for_screen("top_p 0.95\n>\n")
+        terminal.wait_for_screen("exits\n>\n")
         terminal.type(text.encode() + b"\r")
         lines = terminal.wait_for_screen("你好\n>\n")
     end = lines.index(">")
@@ -146,7 +158,7 @@ def test_words_are_whole_at_the_right_edge(target, script, width):
 
 def test_a_terminal_that_can_do_nothing(target, script):
     with chatting(target, kind="dumb") as terminal:
-        terminal.wait_for("top_p 0.95\r\n.*> ")
+        terminal.wait_for("exits\r\n.*> ")
         terminal.type(b"one two\n")
         terminal.wait_for("one two \r\n.*> ")
         terminal.type(b"/quit\n")
@@ -159,7 +171,7 @@ def test_answers_go_into_a_file_while_messages_are_typed(target, script, tmp_pat
     terminal = Terminal("/bin/sh", "-c", f"exec {command} > {tmp_path}/answers", kind="xterm-256color", size=(50, 24))
     text = " ".join(["word"] * 30)
     try:
-        terminal.wait_for_screen("top_p 0.95\n>\n")
+        terminal.wait_for_screen("exits\n>\n")
         terminal.type(text.encode() + b"\r")
         terminal.wait_for_screen("word\n>\n")
         terminal.type(CTRL_D)

@@ -160,11 +160,17 @@ class Script(pb_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServi
     async def Abort(self, request, context):
         return pb.AbortResponse(aborted=request.request_id == "running")
 
+    async def Tokenize(self, request, context):
+        """A token for each word."""
+        words = [word for turn in request.prompt[0].chat.messages for word in turn.content.split()]
+        return pb.TokenizeResponse(token_ids=[0] * len(words))
+
     async def GetModelInfo(self, request, context):
         fingerprint = types_pb2.NumericsFingerprint(mode=types_pb2.NUMERICS_MODE_EXACT, digest=b"d")
         return pb.GetModelInfoResponse(
             model="m",
             vocab_size=7,
+            max_model_len=1000,
             eos_token_ids=[2],
             bos_token_id=0,
             has_tokenizer=True,

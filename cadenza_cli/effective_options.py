@@ -91,12 +91,16 @@ def _describe(
     return [
         ("model", model.model),
         ("", f"{model.architecture}, {_short(model.num_parameters)} parameters ({model.num_parameters:,})"),
-        ("weights", f"{first.model.dtype}, {_size(first.model.weight_bytes)}"),
+        ("weights", f"{_weights(first.model)}, {_size(first.model.weight_bytes)}"),
         *_sampling(model),
         *_of_each("device", {name: _device(each) for name, each in executors.items()}),
         *_of_each("KV cache", {name: _blocks(each.kv) for name, each in executors.items()}),
         ("", f"{kv.dtype}, {_size(kv.bytes_per_block)} each, {_size(in_all)} in all"),
     ]
+
+
+def _weights(model: execution_pb2.ModelGeometry) -> str:
+    return f"{model.weights}, the rest {model.dtype}" if model.weights else model.dtype
 
 
 def _sampling(model: generation_pb2.GetModelInfoResponse) -> list[tuple[str, str]]:

@@ -135,6 +135,13 @@ class FewBits:
         """The forms by the formats' names, for the log."""
         return ", ".join(sorted({f"{name}: {form}" for (_, form), name in self._forms.items()}))
 
+    def described(self, dtype: str) -> str:
+        """What the weights of a model of this dtype are in, as "Q4_1 with 8-bit activations"; empty: all in dtype."""
+        names: dict[str, set[str]] = {}
+        for (_, form), name in self._forms.items():
+            names.setdefault(_SHOWN[form] or f"with {dtype} activations", set()).add(name)
+        return "; ".join(f"{', '.join(sorted(each))} {how}" for how, each in sorted(names.items()))
+
     def add(self, part: QuantRows, dtype: torch.dtype, form: Form, num_bytes: int) -> None:
         """Note a weight of a model of this dtype that takes so many bytes."""
         self._forms.setdefault((part.format, form), part.format.name)
@@ -143,6 +150,13 @@ class FewBits:
     def add_dense(self, part: QuantRows) -> None:
         """Note a weight that is held in the model's dtype."""
         self._forms.setdefault((part.format, "dense"), part.format.name)
+
+
+_SHOWN: dict[Form, str] = {
+    "dense": "dequantized", "weights alone": "", "int8": "with 8-bit activations",
+    "int8 whole row": "with 8-bit activations",
+}  # fmt: skip
+"""How a form multiplies, for people; empty: with activations as they are."""
 
 
 def _facts(kind: QuantFormat) -> str:

@@ -37,6 +37,8 @@ class ModelGeometry:
     """Bytes that they take on the device: in the model's dtype, or in few bits with scales."""
     model_type: str = ""
     """As in config.json; empty: none."""
+    weights: str = ""
+    """What weights in few bits are in, as "Q4_1 with 8-bit activations"; empty: all are in dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ def _model(geometry: ModelGeometry) -> pb.ModelGeometry:
         num_parameters=geometry.num_parameters,
         weight_bytes=geometry.weight_bytes,
         model_type=geometry.model_type,
+        weights=geometry.weights,
     )
 
 

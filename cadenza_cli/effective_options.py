@@ -92,7 +92,6 @@ def _describe(
         ("model", model.model),
         ("", f"{model.architecture}, {_short(model.num_parameters)} parameters ({model.num_parameters:,})"),
         ("weights", f"{_weights(first.model)}, {_size(first.model.weight_bytes)}"),
-        *_sampling(model),
         *_of_each("device", {name: _device(each) for name, each in executors.items()}),
         *_of_each("KV cache", {name: _blocks(each.kv) for name, each in executors.items()}),
         ("", f"{kv.dtype}, {_size(kv.bytes_per_block)} each, {_size(in_all)} in all"),
@@ -101,6 +100,11 @@ def _describe(
 
 def _weights(model: execution_pb2.ModelGeometry) -> str:
     return f"{model.weights}, the rest {model.dtype}" if model.weights else model.dtype
+
+
+def _ends(model: generation_pb2.GetModelInfoResponse) -> list[str]:
+    texts = {token.id: token.text for token in model.added_tokens}
+    return [f"{texts[each]} ({each})" if each in texts else str(each) for each in model.eos_token_ids]
 
 
 def _sampling(model: generation_pb2.GetModelInfoResponse) -> list[tuple[str, str]]:
@@ -140,6 +144,8 @@ def _limits(
             f"max_num_batched_tokens {options['max_num_batched_tokens']}",
         ),
         ("tokenizer", options["tokenizer"] or "none: token ids only"),
+        ("ends at", ", ".join(_ends(model)) or "no token: outputs end at max_tokens"),
+        *_sampling(model),
     ]
 
 

@@ -31,7 +31,7 @@ Ctrl-C          stop an answer, discard the line
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ChatCommand:
     """A command as it was typed."""
 
     name: str
@@ -39,15 +39,15 @@ class Command:
     argument: str
 
 
-def command_of(message: str) -> Command | None:
+def command_of(message: str) -> ChatCommand | None:
     """The command that a message is; None: it is for the model, as every block of lines is."""
     if not message.startswith("/") or "\n" in message.strip():
         return None
     name, _, argument = message.strip().partition(" ")
-    return Command(_ALSO.get(name, name), argument.strip())
+    return ChatCommand(_ALSO.get(name, name), argument.strip())
 
 
-def obey(command: Command, conversation: Conversation) -> str:
+def obey(command: ChatCommand, conversation: Conversation) -> str:
     """Do what a command says, and return what to tell: a text of one line or of several."""
     match command.name:
         case "/reset":

@@ -30,6 +30,7 @@ from executor_svc.models.decoder_loading import (
     read_ends,
     read_scales,
 )
+from executor_svc.models.end_ids import end_ids
 from executor_svc.models.folder import LoaderError, read_json, token_ids_of, tokenizer_of
 from executor_svc.models.gguf.config_content import special_token_ids
 from executor_svc.models.kv_scales import wants_fp8_kv_cache
@@ -50,7 +51,7 @@ class LoadedModel:
     model: CausalLM
     geometry: ModelGeometry
     eos_token_ids: tuple[int, ...]
-    """Union of config.json and generation_config.json, ascending."""
+    """All that the model's files name (`end_ids`), ascending."""
     bos_token_id: int | None
     tokenizer: str
     """Folder or hub id to load the tokenizer from; empty where the model has none."""
@@ -241,8 +242,8 @@ def _special_tokens(
         "config.json": content,
         "generation_config.json": read_json(folder, "generation_config.json", required=False),
     }
-    eos, bos = token_ids_of(folder, files, "eos_token_id"), token_ids_of(folder, files, "bos_token_id")
-    return sorted(set(eos)), bos[0] if bos else None
+    bos = token_ids_of(folder, files, "bos_token_id")
+    return end_ids(folder, files), bos[0] if bos else None
 
 
 def _model_type(content: dict[str, Any]) -> str:

@@ -68,7 +68,7 @@ class ModelFacts(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Union of config.json and generation_config.json, ascending."""
+        """All that the model's files name (`models.end_ids`), ascending."""
         ...
 
     @property

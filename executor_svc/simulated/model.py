@@ -9,6 +9,7 @@ from typing import Any
 
 from cadenza_common.gguf.file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
+from executor_svc.models.end_ids import end_ids
 from executor_svc.models.folder import LoaderError, gguf_of, looks_like_path, read_json, token_ids_of, tokenizer_of
 from executor_svc.models.gguf.config_content import config_content, special_token_ids
 from executor_svc.plan.description import Fingerprint, ModelGeometry
@@ -50,10 +51,15 @@ def simulated_model(config: ExecutorConfig) -> SimulatedModel:
     bos = token_ids_of(folder, files, "bos_token_id")
     return SimulatedModel(
         geometry=_geometry(config.model, folder, sizes, vocab_size, config.max_model_len or limit),
-        eos_token_ids=_eos(config, set(token_ids_of(folder, files, "eos_token_id")), vocab_size),
+        eos_token_ids=_eos(config, set(_ends(folder, files, gguf)), vocab_size),
         bos_token_id=bos[0] if bos else None,
         tokenizer=tokenizer,
     )
+
+
+def _ends(folder: Path, files: dict[str, dict[str, Any]], gguf: GgufFile | None) -> list[int]:
+    has_files = gguf is None and folder.is_dir()
+    return end_ids(folder, files) if has_files else token_ids_of(folder, files, "eos_token_id")
 
 
 def _gguf_content(model: str, file: GgufFile) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from cadenza.errors import UnavailableError
 from cadenza.sampling_params import SamplingParams
 from cadenza.v1 import generation_pb2 as pb
 from cadenza_cli.app import run
-from cadenza_cli.chat.commands import HELP_TEXT, Command, command_of, obey
+from cadenza_cli.chat.commands import HELP_TEXT, ChatCommand, command_of, obey
 from cadenza_cli.chat.conversation import Conversation
 from cadenza_cli.chat.input import is_open_block, without_block
 from cadenza_cli.chat.silence import SilenceWatch
@@ -108,20 +108,20 @@ def test_sampling_is_set(typed, told):
 def test_a_system_message_begins_a_new_conversation():
     talk = conversation()
     talk.messages = [{"role": "user", "content": "one"}]
-    assert obey(Command("/system", ""), talk) == "there is no system message"
+    assert obey(ChatCommand("/system", ""), talk) == "there is no system message"
     obey(command_of("/system Be brief."), talk)
     assert talk.messages == [{"role": "system", "content": "Be brief."}]
-    assert obey(Command("/system", ""), talk) == "the system message: Be brief."
+    assert obey(ChatCommand("/system", ""), talk) == "the system message: Be brief."
 
 
 def test_a_conversation_is_saved_once(tmp_path):
     talk, path = conversation(), tmp_path / "talk.json"
     talk.messages = [{"role": "user", "content": "Zoë"}]
-    assert obey(Command("/save", str(path)), talk) == f"written to {path}"
+    assert obey(ChatCommand("/save", str(path)), talk) == f"written to {path}"
     assert json.loads(path.read_text(encoding="utf-8")) == {"messages": talk.messages}
-    assert "is there already" in obey(Command("/save", str(path)), talk)
-    assert obey(Command("/save", str(tmp_path / "no" / "x")), talk).endswith("No such file or directory")
-    assert obey(Command("/save", ""), talk) == "/save needs the name of a file"
+    assert "is there already" in obey(ChatCommand("/save", str(path)), talk)
+    assert obey(ChatCommand("/save", str(tmp_path / "no" / "x")), talk).endswith("No such file or directory")
+    assert obey(ChatCommand("/save", ""), talk) == "/save needs the name of a file"
 
 
 class _Counting:

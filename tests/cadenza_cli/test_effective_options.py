@@ -110,7 +110,7 @@ def test_one_executor(lines):
         "memory    executor 1.0 MiB, scheduler 9.0 MiB resident",
         "limits    max_model_len 64, max_num_seqs 4, max_num_batched_tokens 512",
     ]
-    assert made[9] == "listens   scheduler on <scheduler>, executor on <executor>"
+    assert made[10] == "listens   scheduler on <scheduler>, executor on <executor>"
 
 
 def test_executors_that_are_equal_share_a_row_and_others_have_one_each(lines):
@@ -122,13 +122,13 @@ def test_executors_that_are_equal_share_a_row_and_others_have_one_each(lines):
         "          float32, 1.0 KiB (1,024 bytes) each, 3.0 MiB (3,145,728 bytes) in all",
         "memory    executor 0 1.0 MiB, executor 1 2.0 MiB, scheduler 9.0 MiB resident",
     ]
-    assert made[10] == "listens   scheduler on <scheduler>, executor 0 on <executor 0>, executor 1 on <executor 1>"
-    assert made[11] == "set by    the command line: executors 2"
+    assert made[11] == "listens   scheduler on <scheduler>, executor 0 on <executor 0>, executor 1 on <executor 1>"
+    assert made[12] == "set by    the command line: executors 2"
 
 
 def test_an_executor_that_does_not_answer_is_left_out(lines):
     made = lines(None, 2048)
     assert "device    cpu, 1 thread, numerics exact" in made
-    assert "executor 0 on <executor 0> (does not answer), executor 1 on <executor 1>" in made[9]
+    assert "executor 0 on <executor 0> (does not answer), executor 1 on <executor 1>" in made[10]
     with pytest.raises(grpc.RpcError):
         lines(None, None)

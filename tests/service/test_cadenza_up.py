@@ -67,6 +67,7 @@ def test_the_settings_in_force_are_printed(running, model):
     memory = lines.pop(7)
     assert re.fullmatch(r"memory    executor [\d.]+ MiB, scheduler [\d.]+ MiB resident", memory)
     threads = f"{prints.num_threads} thread{'' if prints.num_threads == 1 else 's'}"
+    ends = ", ".join(f"</s> ({each})" if each == 1 else str(each) for each in info.eos_token_ids)
     assert lines == [
         "CADENZA_BLOK_SIZE in the environment is not an option; did you mean CADENZA_BLOCK_SIZE?",
         f"model     {model}",
@@ -78,6 +79,7 @@ def test_the_settings_in_force_are_printed(running, model):
         f"{50 * kv.bytes_per_block / 1024:.1f} KiB ({50 * kv.bytes_per_block:,} bytes) in all",
         "limits    max_model_len 256, max_num_seqs 5, max_num_batched_tokens 512",
         f"tokenizer {model}",
+        f"ends at   {ends}",
         f"listens   scheduler on {target}, executor on {executor.target}",
         "set by    the command line: port 0, max_model_len 256",
         "          CADENZA_DTYPE: dtype float32",

@@ -240,7 +240,7 @@ class DescribeResponse(_message.Message):
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end an output: the union of config and generation_config."""
+        """Token ids that end an output: all that config, generation_config and the tokenizer name."""
 
     @_builtins.property
     def kv(self) -> Global___KvGeometry:

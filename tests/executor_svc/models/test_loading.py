@@ -66,6 +66,7 @@ def test_tied_weights_count_once(tmp_path: Path) -> None:
 )
 def test_eos_ids_of_both_files(folder: Path, config: Any, generation: Any, expected: tuple[int, ...]) -> None:
     edit_config(folder, eos_token_id=config)
+    (folder / "tokenizer_config.json").unlink()  # its own EOS: test_end_ids
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     assert load(folder, load_format="dummy").eos_token_ids == expected
 

@@ -1,0 +1,49 @@
+"""The token ids that end a text by a folder's files: config.json, generation_config.json and the tokenizer's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from executor_svc.models.folder import read_json, token_ids_of
+
+FILES = ("config.json", "generation_config.json")
+_TOKENIZER_CONFIG, _TOKENIZER = "tokenizer_config.json", "tokenizer.json"
+
+
+def end_ids(folder: Path, files: dict[str, dict[str, Any]]) -> list[int]:
+    """Return the ids, ascending; files: the content of FILES, as far as they are there. Raises LoaderError.
+
+    The tokenizer's EOS is one of them, as in vLLM: the fine-tune of a base model for chats often names its end there
+    alone.
+    """
+    own = _tokenizer_eos(folder)
+    return sorted({*token_ids_of(folder, files, "eos_token_id"), *([] if own is None else [own])})
+
+
+def _tokenizer_eos(folder: Path) -> int | None:
+    """Return the id of `eos_token` of tokenizer_config.json; None: there is none, or no file says its id."""
+    config = read_json(folder, _TOKENIZER_CONFIG, required=False)
+    text = _text_of(config.get("eos_token"))
+    if text is None:
+        return None
+    decoder = config.get("added_tokens_decoder")
+    for token_id, token in decoder.items() if isinstance(decoder, dict) else ():
+        if _text_of(token) == text and token_id.isdecimal():
+            return int(token_id)
+    return _id_in_tokenizer(read_json(folder, _TOKENIZER, required=False), text)
+
+
+def _id_in_tokenizer(content: dict[str, Any], text: str) -> int | None:
+    """Return the id of a token in the content of tokenizer.json."""
+    added, model = content.get("added_tokens"), content.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    found = [token.get("id") for token in added or () if _text_of(token) == text] if isinstance(added, list) else []
+    found += [vocabulary.get(text)] if isinstance(vocabulary, dict) else []
+    return next((token_id for token_id in found if type(token_id) is int and token_id >= 0), None)
+
+
+def _text_of(token: object) -> str | None:
+    """Return the text of a token: itself, or the content of an AddedToken."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

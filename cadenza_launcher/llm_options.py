@@ -340,6 +340,11 @@ class LLMOptions(TypedDict, total=False):
     """Directory of the journal, created if need be: unfinished requests survive the death of the scheduler and go on
     when it is started again with the same directory; docs/journal.md. One process at a time may use it."""
 
+    journal_damage: Literal["refuse", "set-aside"] | None
+    """What is done when the journal is damaged; refuse: the scheduler ends with an error that says how it shows;
+    set-aside: its files move to a folder damaged-N of the directory, an error is logged, and the journal begins empty.
+    [default: refuse]"""
+
     restart_grace_s: float | None
     """How long requests restored from the journal wait for their streams to come back before they are aborted.
     [default: 30.0]"""

@@ -87,7 +87,10 @@ class Service:
         self._tenants = Registry(config.tenants)
         self._journal: SchedulerJournal | None = None
         if config.journal is not None:
-            self._journal = SchedulerJournal(config.journal, clock, restart_grace_s=config.restart_grace_s)
+            sets_aside = config.journal_damage == "set-aside"
+            self._journal = SchedulerJournal(
+                config.journal, clock, restart_grace_s=config.restart_grace_s, sets_aside=sets_aside
+            )
         self._scheduler_id = uuid.uuid4().hex if self._journal is None else self._journal.scheduler_id
         self._ports: list[GrpcExecutor] = []
         self._recording = ExitStack()

@@ -199,6 +199,13 @@ class SchedulerConfig(ServiceSettings):
         "may use it.",
         json_schema_extra=about("Scheduling"),
     )
+    journal_damage: Literal["refuse", "set-aside"] = Field(
+        "refuse",
+        description="What is done when the journal is damaged; refuse: the scheduler ends with an error that says how "
+        "it shows; set-aside: its files move to a folder damaged-N of the directory, an error is logged, and the "
+        "journal begins empty.",
+        json_schema_extra=about("Scheduling"),
+    )
     restart_grace_s: float = Field(
         30.0,
         ge=0,

@@ -4,30 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import uuid
+from itertools import count
 from pathlib import Path
+from zlib import crc32
 
+_LOG = logging.getLogger(__name__)
 _LOCK, _ID, DATABASE = "lock", "scheduler-id", "journal.sqlite"
-_ID_FORMAT = re.compile(r"[0-9a-f]{32}")
+_ID_FORMAT = re.compile(r"([0-9a-f]{32}) ([0-9a-f]{8})\n")
+"""The id, and its CRC."""
+DATABASE_SUFFIXES = ("", "-wal", "-shm")
 
 
 class JournalError(Exception):
     """A journal cannot be used; the message names its directory and the reason."""
 
 
+class JournalDamagedError(JournalError):
+    """The files of a journal do not hold what was written to them; `args` has the reason alone."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]}; to start with an empty journal, move its directory away, or let --journal-damage "
+            "set-aside move what is damaged to a folder in it"
+        )
+
+
 class JournalDirectory:
     """An open, locked directory. The lock ends with the process at the latest, however that ends."""
 
-    def __init__(self, path: str) -> None:
-        """Create the directory if need be, and lock it; raises JournalError."""
+    def __init__(self, path: str, *, sets_aside: bool = False) -> None:
+        """Create the directory if need be, and lock it; raises JournalError.
+
+        sets_aside: draw a new id if the file of the old one is damaged.
+        """
+        self._sets_aside = sets_aside
         self.path = Path(path).expanduser().absolute()
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as exc:
             raise JournalError(f"{self.path}: {exc.strerror}") from exc
+        make_private(self.path / _LOCK)
         try:
             self._take_lock()
             self.scheduler_id = self._read_or_draw_id()
@@ -40,6 +61,20 @@ class JournalDirectory:
     def database(self) -> Path:
         """The database file."""
         return self.path / DATABASE
+
+    def set_aside(self, damage: JournalDamagedError, *names: str) -> None:
+        """Move files to a new folder in the directory, which keeps them; raises JournalError."""
+        folder = next(path for number in count(1) if not (path := self.path / f"damaged-{number}").exists())
+        try:
+            folder.mkdir(mode=0o700)
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    (self.path / name).rename(folder / name)
+            sync_folder(folder)
+            sync_folder(self.path)
+        except OSError as exc:
+            raise JournalError(f"{folder}: {exc.strerror}") from exc
+        _LOG.error("the journal %s: moved to %s, and begun anew", damage.args[0], folder)
 
     def close(self) -> None:
         """Let go of the lock."""
@@ -62,13 +97,17 @@ class JournalDirectory:
     def _read_or_draw_id(self) -> str:
         path = self.path / _ID
         try:
-            with contextlib.suppress(FileNotFoundError):
-                known = path.read_text(encoding="ascii", errors="replace").strip()
-                if not _ID_FORMAT.fullmatch(known):
-                    raise JournalError(f"{path}: not a scheduler's id; delete this file to draw a new one")
-                return known
+            if path.exists():
+                known = _ID_FORMAT.fullmatch(path.read_text(encoding="ascii", errors="replace"))
+                if known is not None and _sum(known[1]) == known[2]:
+                    make_private(path)
+                    return known[1]
+                damage = JournalDamagedError(f"{path}: not a scheduler's id; delete this file to draw a new one")
+                if not self._sets_aside:
+                    raise damage
+                self.set_aside(damage, _ID)
             drawn = uuid.uuid4().hex
-            self._write_durably(path, drawn + "\n")
+            self._write_durably(path, f"{drawn} {_sum(drawn)}\n")
         except OSError as exc:
             raise JournalError(f"{path}: {exc.strerror}") from exc
         return drawn
@@ -76,13 +115,32 @@ class JournalDirectory:
     def _write_durably(self, path: Path, text: str) -> None:
         """Write a file whole or not at all."""
         draft = path.with_suffix(".new")
-        with draft.open("w", encoding="ascii") as file:
+        with open(draft, "w", encoding="ascii", opener=_open_private) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self.path)
+
+
+def make_private(path: Path) -> None:
+    """Let nobody but its owner read a file: it may be older than this rule, or a copy. Another's stays as it is."""
+    with contextlib.suppress(OSError):
+        path.chmod(0o600)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _sum(text: str) -> str:
+    return f"{crc32(text.encode()):08x}"

@@ -9,7 +9,13 @@ import sqlite3
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.faults import FaultKind
 from scheduler_svc.engine.live_request import LiveRequest
-from scheduler_svc.journal.directory import JournalDirectory, JournalError
+from scheduler_svc.journal.directory import (
+    DATABASE,
+    DATABASE_SUFFIXES,
+    JournalDamagedError,
+    JournalDirectory,
+    JournalError,
+)
 from scheduler_svc.journal.restore import Restorer
 from scheduler_svc.journal.store import JournalStore
 from scheduler_svc.journal.writer import JournalWriter
@@ -22,18 +28,31 @@ _LOG = logging.getLogger(__name__)
 class SchedulerJournal:
     """An open journal. Its directory stays locked until `close` or the end of the process."""
 
-    def __init__(self, path: str, clock: Clock, *, restart_grace_s: float) -> None:
-        """Lock the directory and open the database; raises JournalError."""
+    def __init__(self, path: str, clock: Clock, *, restart_grace_s: float, sets_aside: bool = False) -> None:
+        """Lock the directory and open the database; raises JournalError.
+
+        sets_aside: move what is damaged to a folder of the directory, and begin anew; else it is an error.
+        """
         self._restart_grace_s = restart_grace_s
-        self._directory = JournalDirectory(path)
+        self._directory = JournalDirectory(path, sets_aside=sets_aside)
         self._store = JournalStore(self._directory.database)
         try:
-            self._store.open()
+            self._open_store(sets_aside)
         except BaseException:
             self._directory.close()
             raise
         self.scheduler_id = self._directory.scheduler_id
         self.writer = JournalWriter(self._store, clock, restart_grace_s=restart_grace_s)
+
+    def _open_store(self, sets_aside: bool) -> None:
+        try:
+            self._store.open()
+        except JournalDamagedError as exc:
+            if not sets_aside:
+                raise
+            # The database first: a log without one is never taken for a new journal.
+            self._directory.set_aside(exc, *(f"{DATABASE}{suffix}" for suffix in DATABASE_SUFFIXES))
+            self._store.open()
 
     async def adapters(self) -> list[tuple[str, str]]:
         """The names and paths of the adapters that operators had loaded; raises JournalError."""
@@ -57,7 +76,9 @@ class SchedulerJournal:
             allow_fingerprint_change=allow_fingerprint_change,
         )
         found = await restorer.run(stored)
-        if stored:
+        if not stored:
+            _LOG.info("the journal %s is empty: nothing is restored", self._directory.path)
+        else:
             _LOG.info(
                 "restored from the journal %s: %d unfinished requests go on, %d cannot, %d have ended; their streams "
                 "have %g s to come back",

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scheduler_svc.journal.directory import JournalError
+from scheduler_svc.journal.directory import (
+    DATABASE_SUFFIXES,
+    JournalDamagedError,
+    JournalError,
+    make_private,
+    sync_folder,
+)
+from scheduler_svc.journal.log_check import LogDamagedError, check_log
 from scheduler_svc.journal.records import (
     EndRecord,
     NewTokens,
@@ -23,38 +32,23 @@ from scheduler_svc.journal.records import (
     pack_tokens,
     unpack_step,
 )
+from scheduler_svc.journal.schema import (
+    APPLICATION_ID,
+    SCHEMA_VERSION,
+    add_checksum,
+    create_tables,
+    find_damage,
+    insert,
+    update_request,
+)
 
-APPLICATION_ID = 0x43414A4E
-"""Identifies the file as a journal of this service; SQLite keeps it in the file's header."""
-SCHEMA_VERSION = 2
+_LOG = logging.getLogger(__name__)
+
 PROBE_BYTES = 65536
 """A journal that could not be written is taken for usable only when this much can be written."""
 _LOG_PAGES, _PAGE_BYTES = 256, 4096
 """The log moves into the database when it has so many pages: 1 MiB."""
-_MOVE_AWAY = "to start with an empty journal, move its directory away"
 _T = TypeVar("_T")
-
-_SCHEMA = """
-CREATE TABLE requests (
-  number INTEGER PRIMARY KEY, tenant TEXT NOT NULL, request_id TEXT NOT NULL, body BLOB NOT NULL,
-  body_digest BLOB NOT NULL, prompt_token_ids BLOB NOT NULL, seed BLOB NOT NULL, end_token_ids BLOB NOT NULL,
-  fingerprint BLOB NOT NULL, vocab_size INTEGER NOT NULL, stores_tokens INTEGER NOT NULL, arrived_ns INTEGER NOT NULL,
-  deadline_ns INTEGER, resume_grace_s REAL NOT NULL, started INTEGER NOT NULL DEFAULT 0,
-  adapter_hash BLOB NOT NULL DEFAULT x'');
-CREATE TABLE tokens (
-  number INTEGER, sample_index INTEGER, first_token INTEGER, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
-  PRIMARY KEY (number, sample_index, first_token)) WITHOUT ROWID;
-CREATE TABLE steps (step INTEGER PRIMARY KEY, content BLOB NOT NULL);
-CREATE TABLE samples (
-  number INTEGER, sample_index INTEGER, finish_detail INTEGER NOT NULL, stop_token_id INTEGER, stop_string TEXT,
-  num_tokens INTEGER NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, cumulative_logprob REAL NOT NULL,
-  PRIMARY KEY (number, sample_index));
-CREATE TABLE ends (
-  number INTEGER PRIMARY KEY, ended_ns INTEGER NOT NULL, error TEXT NOT NULL, stats BLOB NOT NULL,
-  prompt_logprobs BLOB NOT NULL);
-CREATE TABLE adapters (name TEXT PRIMARY KEY, path TEXT NOT NULL);
-CREATE TABLE probe (number INTEGER PRIMARY KEY, content BLOB NOT NULL);
-"""
 
 
 @dataclass(slots=True)
@@ -123,7 +117,13 @@ class JournalStore:
 
     def _open(self) -> None:
         try:
+            self._check_log()
+            if not self._path.exists():
+                self._create()
+            for suffix in DATABASE_SUFFIXES:
+                make_private(Path(f"{self._path}{suffix}"))
             database = self._database = sqlite3.connect(self._path, isolation_level=None)
+            add_checksum(database)
             self._check_file(database)
             # FULL: a commit is on the disk when it returns, so a power failure loses nothing that was shown.
             for setting in (
@@ -131,34 +131,58 @@ class JournalStore:
                 f"wal_autocheckpoint = {_LOG_PAGES}", f"journal_size_limit = {_LOG_PAGES * _PAGE_BYTES}",
             ):  # fmt: skip
                 database.execute(f"PRAGMA {setting}")
-            if not _number(database, "user_version"):
-                database.executescript(
-                    f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; "
-                    f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-                )
         except JournalError:
             self._close()
             raise
+        except OSError as exc:
+            raise JournalError(f"{self._path}: {exc.strerror}") from exc
         except sqlite3.OperationalError as exc:  # such as a directory that cannot be written
             self._close()
             raise JournalError(f"{self._path}: {exc}") from exc
         except sqlite3.Error as exc:
             self._close()
-            raise JournalError(f"{self._path}: {exc}; {_MOVE_AWAY}") from exc
+            raise JournalDamagedError(f"{self._path}: {exc}") from exc
+
+    def _check_log(self) -> None:
+        """SQLite would go on without what it cannot read of the log, and delete a log without a database."""
+        log, index = (_content(Path(f"{self._path}{suffix}")) for suffix in ("-wal", "-shm"))
+        if self._path.exists() and not self._path.stat().st_size:
+            raise JournalDamagedError(f"{self._path}: is empty")
+        if log and not self._path.exists():
+            raise JournalDamagedError(f"{self._path}: is gone, and its log is there")
+        try:
+            if check_log(log, index):
+                _LOG.warning(
+                    "the journal %s ends in a commit that was not finished, as a crash leaves it: it is left out, and "
+                    "nothing of it was shown", self._path.parent,
+                )  # fmt: skip
+        except LogDamagedError as exc:
+            raise JournalDamagedError(f"{self._path}-wal: is damaged: {exc}") from exc
+
+    def _create(self) -> None:
+        """Make the database whole or not at all."""
+        draft = Path(f"{self._path}.new")
+        for suffix in (*DATABASE_SUFFIXES, "-journal"):
+            Path(f"{draft}{suffix}").unlink(missing_ok=True)
+        os.close(os.open(draft, os.O_RDWR | os.O_CREAT, 0o600))
+        with closing(sqlite3.connect(draft, isolation_level=None)) as database:
+            database.execute("PRAGMA journal_mode = WAL")
+            create_tables(database)
+        draft.replace(self._path)
+        sync_folder(self._path.parent)
 
     def _check_file(self, database: sqlite3.Connection) -> None:
         version, kind = _number(database, "user_version"), _number(database, "application_id")
-        empty = not _number(database, "schema_version")
-        if not empty and kind != APPLICATION_ID:
+        if kind != APPLICATION_ID:
             raise JournalError(f"{self._path}: is a database of another program")
-        if not empty and version != SCHEMA_VERSION:
+        if version != SCHEMA_VERSION:
             raise JournalError(
                 f"{self._path}: has version {version}, and this scheduler reads version {SCHEMA_VERSION}: finish its "
                 "requests with the scheduler that wrote it, or name another directory"
             )
-        (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            raise JournalError(f"{self._path}: is damaged ({' '.join(found.split())}); {_MOVE_AWAY}")
+        damage = find_damage(database)
+        if damage:
+            raise JournalDamagedError(f"{self._path}: is damaged: {damage}")
 
     def _commit(self, batch: JournalBatch) -> None:
         if batch.probe and self._database is not None:
@@ -191,10 +215,13 @@ def _write(database: sqlite3.Connection, batch: JournalBatch) -> None:
     for number in batch.deleted:
         for table in ("requests", "tokens", "samples", "ends"):
             database.execute(f"DELETE FROM {table} WHERE number = ?", (number,))
-    _insert(database, "requests", RequestRecord, batch.admitted)
-    database.executemany("UPDATE requests SET started = 1, adapter_hash = ? WHERE number = ?", batch.started)
+    _insert(database, "requests", RequestRecord, batch.admitted, started=0, adapter_hash=b"")
     database.executemany(
-        "UPDATE requests SET stores_tokens = 1, fingerprint = ?, vocab_size = ? WHERE number = ?", batch.rewritten
+        update_request(started="1", adapter_hash="?2"), [(number, adapter) for adapter, number in batch.started]
+    )
+    database.executemany(
+        update_request(stores_tokens="1", fingerprint="?2", vocab_size="?3"),
+        [(number, fingerprint, size) for fingerprint, size, number in batch.rewritten],
     )
     _write_tokens(database, batch)
     _insert(database, "samples", SampleRecord, batch.samples)
@@ -205,7 +232,7 @@ def _write(database: sqlite3.Connection, batch: JournalBatch) -> None:
     _insert(database, "ends", EndRecord, batch.ends)
     for adapters in batch.adapters:
         database.execute("DELETE FROM adapters")
-        database.executemany("INSERT INTO adapters VALUES (?, ?)", adapters.items())
+        database.executemany(insert("adapters", "name", "path"), adapters.items())
     if batch.probe:
         database.execute("INSERT OR REPLACE INTO probe VALUES (1, zeroblob(?))", (PROBE_BYTES,))
         database.execute("DELETE FROM probe")
@@ -216,24 +243,25 @@ def _write_tokens(database: sqlite3.Connection, batch: JournalBatch) -> None:
     if batch.drops_steps:
         database.execute("DELETE FROM steps")
     elif plain:
-        database.execute("INSERT INTO steps (content) VALUES (?)", (pack_step(plain),))
+        database.execute(insert("steps", "content"), (pack_step(plain),))
     for row in batch.whole_tokens:
         database.execute("DELETE FROM tokens WHERE number = ? AND sample_index = ?", row[:2])
     rows = [*(row for row in batch.tokens if row[4] != b""), *batch.whole_tokens]
     if rows:
         database.executemany(
-            "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)",
+            insert("tokens", *(each.name for each in fields(TokensRecord))),
             ((*row[:3], pack_tokens(row[3]), as_bytes(row[4])) for row in rows),
         )
 
 
-def _insert(database: sqlite3.Connection, table: str, kind: type[Any], rows: Sequence[Any]) -> None:
+def _insert(
+    database: sqlite3.Connection, table: str, kind: type[Any], rows: Sequence[Any], **others: int | bytes
+) -> None:
+    """others: columns that the records do not have, with their values."""
     if rows:
-        names = [each.name for each in fields(kind)]
-        places = ", ".join("?" * len(names))
-        database.executemany(
-            f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({places})", map(_values, rows)
-        )
+        names = (*(each.name for each in fields(kind)), *others)
+        more = tuple(others.values())
+        database.executemany(insert(table, *names), (_values(row) + more for row in rows))
 
 
 def _values(row: Any) -> tuple[Any, ...]:
@@ -278,3 +306,10 @@ def _rows(
 
 def _number(database: sqlite3.Connection, pragma: str) -> int:
     return int(database.execute(f"PRAGMA {pragma}").fetchone()[0])
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""

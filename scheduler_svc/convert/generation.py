@@ -71,6 +71,8 @@ def fields_in_slices(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) 
     """Return the fields of a tenant's GenerateRequest, without checks: with a pause after each slice of a long one."""
     if is_long(message):
         yield
+    starts_at_once = message.starts_at_once
+    message.ClearField("starts_at_once")  # no part of the body
     body = message.SerializeToString(deterministic=True)
     if len(body) > _LONG_BYTES:
         yield
@@ -93,6 +95,7 @@ def fields_in_slices(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) 
         output_mode=_OUTPUT_MODES.get(message.output_mode),
         return_prompt_token_ids=message.return_prompt_token_ids,
         return_text_ends=message.return_text_ends,
+        starts_at_once=starts_at_once,
         cache_salt=message.cache_salt,
         enable_prefix_caching=message.enable_prefix_caching if message.HasField("enable_prefix_caching") else True,
         expected_output_tokens=message.expected_output_tokens if message.HasField("expected_output_tokens") else None,

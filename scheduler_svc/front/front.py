@@ -164,7 +164,7 @@ def open_reader(live: LiveRequest, fields: RequestFields) -> RequestReader:
         live,
         final_only=fields.output_mode is OutputMode.FINAL,
         resume=fields.resume,
-        starts_at_once=fields.resume is not None or live.had_stream,
+        starts_at_once=fields.starts_at_once or fields.resume is not None or live.had_stream,
         with_text_ends=fields.return_text_ends,
     )
 

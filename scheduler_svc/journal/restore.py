@@ -183,7 +183,9 @@ class Restorer:
         return replace(request, deadline=deadline, body_digest=stored.admission.body_digest)
 
     def _live(self, request: EngineRequest, stored: StoredRequest) -> LiveRequest:
-        return LiveRequest(request, stored.admission.arrived_ns + self._from_wall_ns)
+        live = LiveRequest(request, stored.admission.arrived_ns + self._from_wall_ns)
+        live.had_stream = True  # of an earlier process
+        return live
 
     def _ended(self, stored: StoredRequest) -> LiveRequest:
         """A request that had ended, with its results."""

@@ -51,6 +51,8 @@ class RequestFields:
     """None: an unknown number."""
     return_prompt_token_ids: bool = False
     return_text_ends: bool = False
+    starts_at_once: bool = False
+    """Whether the first response does not wait for output."""
     cache_salt: bytes = b""
     enable_prefix_caching: bool = True
     expected_output_tokens: int | None = None

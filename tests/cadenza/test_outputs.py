@@ -135,7 +135,7 @@ def test_lost_and_repeated_output_is_an_error():
     positions.advance(first)
     with pytest.raises(InternalError, match="sample 1: the server sent token 3 where 0 was next"):
         positions.advance(both)
-    (position,) = positions.message(pb.GenerateRequest(request_id="r")).resume.positions
+    (position,) = positions.message(pb.GenerateRequest(request_id="r"), again=True).resume.positions
     assert (position.sample_index, position.token_index) == (0, 2), "of such a response nothing is taken"
     ended = pb.GenerateResponse(outputs=[sample(0, 2, [3], "c", 2)])
     ended.outputs[0].finish.reason = types.FINISH_REASON_LENGTH

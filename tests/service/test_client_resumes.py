@@ -31,9 +31,16 @@ class Breaking(Script):
         self.aborted: list[str] = []
         self.num_damaged = 0
         """So many calls repeat a message."""
+        self.num_silent = 0
+        """So many calls break before any output."""
 
     async def Generate(self, request, context):
         self.requests.append(request)
+        if self.num_silent:
+            self.num_silent -= 1
+            if request.starts_at_once:
+                await context.write(pb.GenerateResponse(info=pb.RequestInfo(seed=42)))
+            await context.abort(*GONE)
         start = request.resume.positions[0].token_index if request.resume.positions else 0
         await context.write(pb.GenerateResponse(info=pb.RequestInfo(seed=42)))
         indexes = list(range(start, len(WORDS)))
@@ -146,6 +153,17 @@ async def test_a_stream_that_something_has_damaged_is_begun_again_at_the_next_to
         assert len(script.requests) == 11, "a server that is wrong is given up"
 
 
+async def test_a_stream_that_is_accepted_again_before_its_first_token_yields_no_empty_delta():
+    """The server says at once that it has the request; what it says of the prompt comes with the first output."""
+    async with broken() as (client, script):
+        await client.model_info()
+        script.num_silent = 2
+        deltas = [delta async for delta in client.stream("a")]
+        assert [request.starts_at_once for request in script.requests] == [False, True, True]
+        assert all(delta.outputs for delta in deltas)
+        assert (deltas[0].seed, "".join(delta.outputs[0].text for delta in deltas)) == (42, WORDS)
+
+
 async def test_a_request_is_aborted_that_is_left_while_its_connection_is_lost():
     async with broken(*[GONE] * 1000) as (client, script):
         script.num_damaged = 0
@@ -190,6 +208,8 @@ async def test_a_session_sends_anew_what_the_server_has_forgotten():
         (output,) = await client.generate(["one two"], speculation=0)
     assert [sample.text for sample in output.outputs] == ["one two "]
     first, resumed, anew = script.requests
+    assert not first.starts_at_once
+    first.starts_at_once = True
     assert first == anew
     assert anew.HasField("speculation")
     assert not resumed.HasField("speculation")

@@ -145,6 +145,30 @@ async def test_ids_belong_to_bodies(w):
     assert code_of(status) is grpc.StatusCode.NOT_FOUND, "an abort ends the grace"
 
 
+@pytest.mark.parametrize("api", ["generate", "session"])
+async def test_a_request_that_is_sent_again_is_accepted_before_there_is_output(w, api):
+    """Also by a scheduler that does not know it: the client learns that this one is at work."""
+    w.executor.going.clear()
+    message = kept(starts_at_once=True)
+    if api == "generate":
+        call = w.stub.Generate(message)
+        first = await call.read()
+    else:
+        call = w.stub.Session()
+        await call.write(pb.SessionRequest(generate=message))
+        (event,) = (await call.read()).events
+        first = event.response
+    assert first.info.seed == 1
+    assert not first.outputs
+    live = w.engine.find("", "a")
+    assert live.num_completion_tokens == 0
+    w.executor.going.set()
+    await w.until(lambda: live.ended)
+    call.cancel()
+    again = await collect(w.stub.Generate(kept()))
+    assert len(again.ids) == 8, "the same body: how it is to start is no part of it"
+
+
 async def test_a_grace_ends(w):
     w.service._engine.kept._max_grace_s = 0.05
     await finished(w, kept())

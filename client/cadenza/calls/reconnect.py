@@ -64,7 +64,7 @@ class Attempts:
 
     The waits grow exponentially with full jitter (M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog,
     2015), so that the clients of a restarted server do not come all at once. The time limit counts from the loss and
-    starts anew with each response.
+    starts anew with each response. The first one comes as soon as the server has accepted what was sent again.
     """
 
     def __init__(
@@ -177,9 +177,14 @@ class Positions:
         if response.HasField("stats"):
             self.finished = True
 
-    def message(self, request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
-        """The message that brings the rest of the output; the request itself if there is no output yet."""
+    def message(self, request: generation_pb2.GenerateRequest, *, again: bool) -> generation_pb2.GenerateRequest:
+        """The message that brings the rest of the output; the request itself if there is no output yet.
+
+        again: whether it was sent before. Then the server is to say at once that it has it, long before there is
+        output: until it answers, a client takes it for away.
+        """
         if not self.has_output:
+            request.starts_at_once = again
             return request
         positions = [sample for _, sample in sorted(self._samples.items())]
         start = self._prompt_end or 0

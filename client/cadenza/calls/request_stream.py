@@ -51,7 +51,7 @@ class RequestStream:
         Raises the CadenzaError of a request that failed, RequestLostError, and UnavailableError after the time limit.
         """
         while not self._positions.finished:
-            is_first = not self._positions.has_responses
+            is_first = not (self._positions.has_responses or self._attempts.has_reconnected)
             try:
                 response = await self._read()
                 self._positions.advance(response)
@@ -65,7 +65,7 @@ class RequestStream:
                 continue
             self._attempts.on_response()
             delta = self._collector.add(response)
-            # A stream that is resumed starts with a response without output.
+            # A stream that is resumed, or begun again, starts with a response without output.
             if is_first or delta.outputs or delta.prompt_logprobs or delta.finished:
                 return delta
         await self._finish()
@@ -89,7 +89,7 @@ class RequestStream:
         if self._is_left:  # by `AsyncClient.close`, between two deltas
             raise UnavailableError(f"the stream of request {self._request.request_id} was closed")
         if self._call is None:
-            message = self._positions.message(self._request)
+            message = self._positions.message(self._request, again=self._attempts.has_reconnected)
             self._call = self._stub.Generate(message, metadata=self._metadata)
             self._is_over = False
         return whole_message(

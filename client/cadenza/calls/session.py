@@ -226,9 +226,9 @@ class SessionDriver:
                     elif live.ended_by is not None:
                         self._end(live, live.ended_by)
                     else:
+                        message = live.positions.message(live.request, again=live.is_sent)
                         live.is_sent = True
                         live.sending(self._clock())
-                        message = live.positions.message(live.request)
                         envelope = generation_pb2.SessionRequest(generate=message, tenant_token_sha256=live.tenant)
                         await call.write(envelope)
                 elif self._is_finishing and not self.live:

@@ -123,6 +123,7 @@ class GenerateRequest(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RETURN_TEXT_ENDS_FIELD_NUMBER: _builtins.int
+    STARTS_AT_ONCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, at most 128 characters, no control characters; unique within the tenant while the request is
     unfinished or its results are kept; empty: the server generates one, but a session requires it. The same id with
@@ -154,6 +155,11 @@ class GenerateRequest(_message.Message):
     """
     return_text_ends: _builtins.bool
     """Return text_ends with each output."""
+    starts_at_once: _builtins.bool
+    """The first response comes as soon as the request is accepted, with or without output, as that of a resumed stream: a
+    client that sends a request again after a loss learns that the service is at work. No part of the body by which a
+    repeated request is recognized.
+    """
     @_builtins.property
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptPart]:
         """The prompt's parts, in order; 1 to 1,024, or none with resume."""
@@ -195,10 +201,11 @@ class GenerateRequest(_message.Message):
         expected_output_tokens: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
         return_text_ends: _builtins.bool = ...,
+        starts_at_once: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "extra_hash_keys", b"extra_hash_keys", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "return_text_ends", b"return_text_ends", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "extra_hash_keys", b"extra_hash_keys", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "return_text_ends", b"return_text_ends", "sampling_params", b"sampling_params", "speculation", b"speculation", "starts_at_once", b"starts_at_once", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enable_prefix_caching: _TypeAlias = _typing.Literal["enable_prefix_caching"]  # noqa: Y015
     _WhichOneofArgType__enable_prefix_caching: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching"]  # noqa: Y015

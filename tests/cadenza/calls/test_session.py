@@ -173,6 +173,33 @@ async def test_after_a_loss_the_rest_comes_on_another_stream() -> None:
     await driver.close()
 
 
+@pytest.mark.parametrize(("accepts", "num_kills"), [(True, 10), (False, 4)])
+async def test_a_server_that_has_accepted_a_request_is_at_work(accepts: bool, num_kills: int) -> None:
+    """A scheduler is killed every 10 s, each time before the first token of a request that it has accepted again. One
+    that says nothing is given up after 30 s."""
+    now_s, kept = 0.0, Attempts(30.0, lambda: True, clock=lambda: now_s)
+
+    def answer(written: pb.SessionRequest) -> Iterable[Any]:
+        nonlocal now_s
+        request = written.generate
+        assert (request.starts_at_once, request.HasField("resume")) == (len(stub.written) > 1, False)
+        if len(stub.written) > 10:
+            return [message(output("a", 0, last=True))]
+        now_s += 10.0
+        accepted = pb.SessionEvent(request_id="a", response=pb.GenerateResponse(info=pb.RequestInfo(seed=1)))
+        return [message(accepted), lost()] if accepts and request.starts_at_once else [lost()]
+
+    stub: Any = Stub(answer)
+    driver = SessionDriver(stub, "server")
+    live = Noted("a", kept)
+    driver.send(live)
+    async with asyncio.timeout(10):
+        error = await live.ended
+    await driver.close()
+    assert (error is None, live.token_ids) == ((True, [10]) if accepts else (False, []))
+    assert len(stub.written) == num_kills + accepts
+
+
 async def test_a_wait_for_one_stream_does_not_send_on_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that was to be sent again later is sent once on the stream that replaces the first."""
     delays = iter([0.05])

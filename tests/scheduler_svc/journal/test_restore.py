@@ -19,9 +19,11 @@ from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import RequestReader
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
+from scheduler_svc.front.front import open_reader
 from scheduler_svc.journal import writer as writer_module
 from scheduler_svc.journal.restore import Restored
 from scheduler_svc.plan_loop.ports import ModelDescription
+from scheduler_svc.requests.fields import RequestFields
 from scheduler_svc.tenants.errors import TenantLimitError
 from scheduler_svc.tenants.registry import Registry
 from tests.helpers.scheduler.journals import stored
@@ -52,6 +54,22 @@ async def test_unfinished_requests_go_on_in_their_order_of_arrival(tmp_path: Pat
         await second.steps(80)
         assert {read(engine.find("", name)) == ([9] * 20, FinishDetail.MAX_TOKENS) for name in names} == {True}
     assert [each.admission.request_id for each in stored(tmp_path)] == [*names, "new"]
+
+
+async def test_a_stream_of_a_restored_request_starts_before_there_is_output(tmp_path: Path) -> None:
+    """The client learns that the scheduler has it and computes, also if it sends the whole request again."""
+    async with process(tmp_path) as first:
+        first.submit("r")
+        await first.steps(3)
+    async with process(tmp_path, at_s=2.0) as second:
+        reader = open_reader(second.submit("r"), RequestFields())
+        chunk = reader.take()
+        assert chunk is not None
+        assert (chunk.is_first, chunk.samples) == (True, [])
+        await second.steps(3)
+        chunk = reader.take()
+        assert chunk is not None
+        assert [sample.token_ids for sample in chunk.samples] == [[9, 9, 9]]
 
 
 async def test_a_deadline_is_absolute(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class State:
             message = f"{self.config.http_max_requests} requests run, which is the limit (--http-max-requests)"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
         if self.link.is_away:
-            message = f"the scheduler at {self.link.target} does not serve: it is away, or has no executor"
+            message = await self.link.why_unserved()
             raise ApiError(503, message, code="unavailable", retry_after_s=_RETRY_S)
         return await self.caller_with(key)
 

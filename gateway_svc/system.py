@@ -19,13 +19,12 @@ _METRICS_TIMEOUT_S = 2.0
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while requests are served; 503 while there is no scheduler or no executor, or the gateway stops."""
+    """200 while requests are served; 503 with the reason while the scheduler does not serve, or the gateway stops."""
     state = request.app[STATE]
     if state.is_stopping:
         raise ApiError(503, "the gateway is stopping", code="unavailable", retry_after_s=_RETRY_S)
     if not state.link.is_serving:
-        message = f"the scheduler at {state.link.target} does not serve: it is away, or has no executor"
-        raise ApiError(503, message, code="unavailable", retry_after_s=_RETRY_S)
+        raise ApiError(503, await state.link.why_unserved(), code="unavailable", retry_after_s=_RETRY_S)
     return web.Response()
 
 

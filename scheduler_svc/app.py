@@ -118,7 +118,7 @@ class Service:
         if writer is not None:
             connect(writer, self._engine)
         self._front = Front(self._engine, config, version=_version())
-        self._health = HealthServicer(list(_SERVICES))
+        self._health = HealthServicer(list(_SERVICES), lambda: self._front.unserved)
         self._model = ModelFront(self._front, config)
         self._listener = ListenerCounts(SCHEDULER_REFUSALS)
         self._metrics = SchedulerMetrics(self._front, self._ports, self._listener)

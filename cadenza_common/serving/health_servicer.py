@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cadenza_common.wire.transport import HEALTH_REASON_KEY
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -15,8 +18,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     Replaces grpc_health's own servicer, in which the first watcher that leaves stops the notifications of all others.
     """
 
-    def __init__(self, names: list[str]) -> None:
-        """names: the services; the empty name, for the whole server, is added."""
+    def __init__(self, names: list[str], reason: Callable[[], str] = str) -> None:
+        """names: the services; the empty name, for the whole server, is added. reason: why it does not serve, for
+        everybody to read: Check says it in its metadata. Empty: it does not say."""
+        self._reason = reason
         self._names = frozenset(["", *names])
         self._serving = False
         self._stopped = False
@@ -37,6 +42,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """The current state; NOT_FOUND for unknown names."""
         if request.service not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
+        if not self._serving and (reason := self._reason()):
+            context.set_trailing_metadata(((HEALTH_REASON_KEY, reason.encode()),))
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
     async def Watch(self, request: Any, context: Any) -> None:

@@ -7,7 +7,7 @@ effect are left out on purpose.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -44,6 +44,8 @@ MAX_EXECUTOR_STREAMS = 256
 MAX_CONNECTIONS = 2000
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """The key of a serialized google.rpc.Status in the trailing metadata of a call."""
+HEALTH_REASON_KEY = "cadenza-health-reason-bin"
+"""The key of the text why a service does not serve, in the trailing metadata of grpc.health.v1's Check."""
 
 _MAX_RECEIVED = "grpc.max_receive_message_length"
 _COMMON: list[tuple[str, Any]] = [
@@ -55,6 +57,12 @@ _COMMON: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
 ]
+
+
+def health_reason(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Why a service does not serve, by the trailing metadata of Check; empty: it does not say."""
+    found = next((value for key, value in metadata or () if key == HEALTH_REASON_KEY), b"")
+    return found.decode(errors="replace") if isinstance(found, bytes) else found
 
 
 def channel_options() -> list[tuple[str, Any]]:

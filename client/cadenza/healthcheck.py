@@ -16,7 +16,7 @@ from google.protobuf import wrappers_pb2
 
 from cadenza_common.wire.tls import TLS
 from cadenza_common.wire.tls_reason import tls_reason
-from cadenza_common.wire.transport import SCHEDULER_PORT, format_address, parse_address, sync_channel
+from cadenza_common.wire.transport import SCHEDULER_PORT, format_address, health_reason, parse_address, sync_channel
 
 _CHECK = "/grpc.health.v1.Health/Check"
 _STATES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")  # grpc.health.v1.HealthCheckResponse.ServingStatus
@@ -40,15 +40,17 @@ def check(target: str, service: str = "", *, timeout_s: float = 3.0, tls: TLS | 
             response_deserializer=wrappers_pb2.Int32Value.FromString,
         )
         try:
-            state = call(wrappers_pb2.StringValue(value=service), timeout=timeout_s).value
+            answer, ended = call.with_call(wrappers_pb2.StringValue(value=service), timeout=timeout_s)
         except grpc.RpcError as error:
             reason = ""
             if error.code() is grpc.StatusCode.UNAVAILABLE:  # at once; after a timeout there is no time left
                 reason = tls_reason(address, tls, default_port=SCHEDULER_PORT, timeout_s=1.0)
             return f"{error.code().name}: {reason or error.details()}"
-    if state == _SERVING:
+    if (state := answer.value) == _SERVING:
         return None
-    return _STATES[state] if 0 <= state < len(_STATES) else f"state {state}"
+    name = _STATES[state] if 0 <= state < len(_STATES) else f"state {state}"
+    why = health_reason(ended.trailing_metadata())
+    return f"{name}: {why}" if why else name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

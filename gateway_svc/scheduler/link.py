@@ -20,7 +20,7 @@ from cadenza.credentials import is_loopback
 from cadenza.errors import CadenzaError, OptionError, UnauthenticatedError, UnavailableError
 from cadenza.tls_client import client_files, client_tls
 from cadenza_common.wire.limits import MAX_TOKEN_CHARS
-from cadenza_common.wire.transport import SCHEDULER_PORT, aio_channel, format_address, parse_address
+from cadenza_common.wire.transport import SCHEDULER_PORT, aio_channel, format_address, health_reason, parse_address
 from gateway_svc.scheduler.caller import SchedulerCaller, close_all
 from gateway_svc.scheduler.calls import Calls
 from gateway_svc.scheduler.session import GatewaySession
@@ -29,9 +29,9 @@ from gateway_svc.scheduler.watching import Watching
 _LOG = logging.getLogger(__name__)
 _MAX_CALLERS = 1024
 """Keys whose sessions are kept; beyond it the one that was used longest ago and has no request goes."""
-_WATCH = "/grpc.health.v1.Health/Watch"
+_WATCH, _CHECK = "/grpc.health.v1.Health/Watch", "/grpc.health.v1.Health/Check"
 _SERVING = 1  # grpc.health.v1.HealthCheckResponse.ServingStatus
-_RETRY_S = 0.5
+_RETRY_S = _CHECK_TIMEOUT_S = 0.5
 _PATIENCE_S = 10.0
 """A restarted scheduler or executor is back by then: until then requests wait for it."""
 
@@ -100,6 +100,21 @@ class SchedulerLink:
     def is_away(self) -> bool:
         """Whether it has not served for longer than a restart takes."""
         return self.unserved_s > min(_PATIENCE_S, self._timeout_s)
+
+    async def why_unserved(self) -> str:
+        """Why it does not serve, in its own words if it answers."""
+        check = self._channel.unary_unary(
+            _CHECK,
+            request_serializer=wrappers_pb2.StringValue.SerializeToString,
+            response_deserializer=wrappers_pb2.Int32Value.FromString,
+        )
+        try:
+            call = check(wrappers_pb2.StringValue(), timeout=_CHECK_TIMEOUT_S)
+            await call
+            reason = health_reason(await call.trailing_metadata())
+        except grpc.aio.AioRpcError:
+            reason = "it is away"
+        return f"the scheduler at {self.target} does not serve" + (f": {reason}" if reason else "")
 
     @property
     def num_requests(self) -> int:

@@ -59,7 +59,7 @@ class EngineServicer(pb_grpc.VllmEngineServicer):
         if state.is_stopping:
             return pb.HealthCheckResponse(message="the gateway is stopping")
         if not state.link.is_serving:
-            return pb.HealthCheckResponse(message=f"the scheduler at {state.link.target} does not serve")
+            return pb.HealthCheckResponse(message=await state.link.why_unserved())
         return pb.HealthCheckResponse(healthy=True, message="serving")
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:

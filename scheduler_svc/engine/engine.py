@@ -163,7 +163,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """Whether requests are accepted and an executor takes them."""
-        return self.executors.can_serve and not self.draining and self.journal.healthy
+        return self.executors.can_serve and not self.draining and not self.journal.problem
 
     @property
     def num_unfinished(self) -> int:

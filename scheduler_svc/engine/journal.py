@@ -21,8 +21,8 @@ class Journal(Protocol):
     """
 
     @property
-    def healthy(self) -> bool:
-        """Whether it can be written."""
+    def problem(self) -> str:
+        """Why it cannot be written, without its place, for callers without a key; empty: it can be."""
 
     def check_admission(self) -> None:
         """Raise JournalUnavailableError if it cannot be written."""
@@ -52,7 +52,7 @@ class Journal(Protocol):
 class NoJournal:
     """Records nothing and hides nothing."""
 
-    healthy = True
+    problem = ""
 
     def check_admission(self) -> None:
         """Do nothing."""

@@ -89,6 +89,17 @@ class Front:
         """Whether `stop` was called: streams no longer wait for output."""
         return bool(self._stop_reason)
 
+    @property
+    def unserved(self) -> str:
+        """Why requests are not served, in words for callers without a key too; empty: they are."""
+        if self.is_stopped or self.engine.failure is not None:
+            return "it is stopping"
+        if self._builder is None:
+            return "it is starting"
+        if self.engine.draining:
+            return "it is draining"
+        return self.engine.journal.problem or ("" if self.engine.executors.can_serve else "no executor takes requests")
+
     def check_serving(self) -> None:
         """Raise NotServingError unless calls are served."""
         if self._stop_reason:

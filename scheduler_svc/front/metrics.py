@@ -69,7 +69,7 @@ class SchedulerMetrics:
         engine = front.engine
         service = ServiceFigures(
             model=getattr(engine.executors.served, "model", None),
-            journal_writable=engine.journal.healthy,
+            journal_writable=not engine.journal.problem,
             num_streams=front.num_streams,
             num_kept_bytes=engine.kept.num_bytes,
             prefix_caching=front.config.enable_prefix_caching,

@@ -107,7 +107,7 @@ def connect(writer: JournalWriter, engine: Engine) -> None:
         engine.kept.forget(live.request.spec.key)
 
     def report_health() -> None:
-        if not writer.healthy:
+        if writer.problem:
             engine.faults.record(FaultKind.JOURNAL_FAILED)
         engine.report_health()
 

@@ -37,7 +37,7 @@ class JournalWriter:
         self.refuse_request: Callable[[LiveRequest, Exception], None] = _ignore
         """Ends a request whose admission could not be recorded."""
         self.report_health: Callable[[], None] = _do_nothing
-        """Called when `healthy` has changed."""
+        """Called when there is a problem now, or none any more."""
         self.is_kept: Callable[[RequestKey], bool] = _is_not_kept
         """Whether the engine still keeps the results of an ended request."""
         self._next_number = 1
@@ -66,9 +66,9 @@ class JournalWriter:
     # --- the engine's calls ------------------------------------------------------------------------------------------
 
     @property
-    def healthy(self) -> bool:
-        """Whether the last batch could be written."""
-        return self._failure is None
+    def problem(self) -> str:
+        """Why the last batch could not be written; empty: it could be."""
+        return "" if self._failure is None else f"the journal cannot be written ({self._failure.__cause__})"
 
     def check_admission(self) -> None:
         """Raise JournalUnavailableError if the last batch could not be written."""
@@ -270,6 +270,7 @@ class JournalWriter:
         failure = JournalUnavailableError(
             f"the journal {self._store.path.parent} cannot be written ({error}): no request is admitted until it can be"
         )
+        failure.__cause__ = error
         if not isinstance(error, sqlite3.Error):
             _LOG.error("writing the journal failed", exc_info=error)
         self._deleted, self._whole_tokens = others[0] + self._deleted, others[1] + self._whole_tokens

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import ssl
+import time
 import zlib
 
 import pytest
@@ -13,6 +14,8 @@ from aiohttp import ClientSession
 
 from cadenza import __version__
 from cadenza.errors import OptionError
+from cadenza.healthcheck import check
+from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from gateway_svc.app import make_state
 from gateway_svc.config import GatewayConfig
 from gateway_svc.http_listener import tls_of
@@ -33,7 +36,27 @@ async def test_health_follows_the_scheduler_and_its_executor(w, g):
     w.executor.refuse = None
     await w.service.stop()
     await w.until(lambda: not g.state.link.is_serving)
-    assert (await g.get("/health", 503))["error"]["type"] == "service_unavailable_error"
+    error = (await g.get("/health", 503))["error"]
+    assert error["type"] == "service_unavailable_error"
+    assert error["message"] == f"the scheduler at {w.target} does not serve: it is away"
+
+
+async def test_why_a_scheduler_does_not_serve_is_said(w, g, monkeypatch):
+    """In its own words: a full disk is no scheduler that is away."""
+    await w.until(lambda: g.state.link.is_serving)
+    monkeypatch.setattr(w.engine.journal, "problem", "the journal cannot be written (database or disk is full)")
+    w.engine.report_health()
+    await w.until(lambda: not g.state.link.is_serving)
+    why = f"the scheduler at {w.target} does not serve: the journal cannot be written (database or disk is full)"
+    assert (await g.get("/health", 503))["error"]["message"] == why
+    g.state.link._unserved_since = time.monotonic() - 60
+    assert (await g.post(CHAT, HELLO, 503))["error"]["message"] == why
+    assert await asyncio.to_thread(check, w.target) == (
+        "NOT_SERVING: the journal cannot be written (database or disk is full)"
+    )
+    monkeypatch.undo()
+    await admin_pb2_grpc.AdminServiceStub(w.channel).Drain(admin_pb2.DrainRequest())
+    assert (await g.get("/health", 503))["error"]["message"].endswith("does not serve: it is draining")
 
 
 async def test_without_a_scheduler_there_is_503_at_once():

@@ -267,6 +267,7 @@ async def test_a_journal_that_cannot_be_written_refuses_new_requests_and_nothing
         assert isinstance(refused.error, JournalUnavailableError)
         assert read(RequestReader(refused)) == (0, False)
         assert (engine.healthy, health[-1]) == (False, False)
+        assert journal.writer.problem == "the journal cannot be written (database or disk is full)"
         message = f"the journal {tmp_path} cannot be written .database or disk is full.: no request is admitted"
         with pytest.raises(JournalUnavailableError, match=message):
             journal.submit("later")
@@ -275,7 +276,7 @@ async def test_a_journal_that_cannot_be_written_refuses_new_requests_and_nothing
         database.execute("PRAGMA max_page_count = 100000")
         await journal.world.clock.advance(1)
         assert read(running) == (0, True)
-        assert (engine.healthy, health[-1]) == (True, True)
+        assert (engine.healthy, health[-1], journal.writer.problem) == (True, True, "")
         journal.submit("later")
         await journal.steps(2)
         assert journal.rows().keys() == {"running", "later"}

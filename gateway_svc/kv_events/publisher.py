@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from cadenza.errors import CadenzaError, PermissionDeniedError, UnauthenticatedError, UnavailableError
+from cadenza_common.serving.private_files import make_private
 from cadenza_common.serving.slices import run_in_slices
 from cadenza_common.settings.extras import install_command
 from gateway_svc.config import GatewayConfig
@@ -132,6 +133,8 @@ class KvPublisher:
         try:
             if binds or "*" in endpoint or "::" in endpoint or endpoint.startswith(_BINDING):
                 socket.bind(endpoint)
+                if (path := endpoint.removeprefix("ipc://")) != endpoint:
+                    make_private(path)  # events have the token ids of prompts
             else:
                 socket.connect(endpoint)
         except self._zmq.ZMQError as error:

@@ -12,6 +12,8 @@ from itertools import count
 from pathlib import Path
 from zlib import crc32
 
+from cadenza_common.serving.private_files import make_private, open_private
+
 _LOG = logging.getLogger(__name__)
 _LOCK, _ID, DATABASE = "lock", "scheduler-id", "journal.sqlite"
 _ID_FORMAT = re.compile(r"([0-9a-f]{32}) ([0-9a-f]{8})\n")
@@ -115,18 +117,12 @@ class JournalDirectory:
     def _write_durably(self, path: Path, text: str) -> None:
         """Write a file whole or not at all."""
         draft = path.with_suffix(".new")
-        with open(draft, "w", encoding="ascii", opener=_open_private) as file:
+        with open(draft, "w", encoding="ascii", opener=open_private) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
         sync_folder(self.path)
-
-
-def make_private(path: Path) -> None:
-    """Let nobody but its owner read a file: it may be older than this rule, or a copy. Another's stays as it is."""
-    with contextlib.suppress(OSError):
-        path.chmod(0o600)
 
 
 def sync_folder(folder: Path) -> None:
@@ -136,10 +132,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _sum(text: str) -> str:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cadenza_common.serving.private_files import make_private, open_private
 from scheduler_svc.journal.directory import (
     DATABASE_SUFFIXES,
     JournalDamagedError,
     JournalError,
-    make_private,
     sync_folder,
 )
 from scheduler_svc.journal.log_check import LogDamagedError, check_log
@@ -164,7 +164,7 @@ class JournalStore:
         draft = Path(f"{self._path}.new")
         for suffix in (*DATABASE_SUFFIXES, "-journal"):
             Path(f"{draft}{suffix}").unlink(missing_ok=True)
-        os.close(os.open(draft, os.O_RDWR | os.O_CREAT, 0o600))
+        os.close(open_private(str(draft), os.O_RDWR | os.O_CREAT))
         with closing(sqlite3.connect(draft, isolation_level=None)) as database:
             database.execute("PRAGMA journal_mode = WAL")
             create_tables(database)

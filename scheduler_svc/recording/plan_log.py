@@ -8,6 +8,7 @@ import os
 from io import FileIO
 
 from cadenza_common.serving.plan_log import record_bytes
+from cadenza_common.serving.private_files import make_private, open_private
 from scheduler_svc.recording.records import MakeRecord
 
 _LOG = logging.getLogger(__name__)
@@ -25,8 +26,10 @@ class PlanLogWriter:
         try:
             if os.path.isfile(path) and os.path.getsize(path):
                 # A scheduler that died is restarted with the same options, and the old log shows why it died.
+                make_private(path)
                 os.replace(path, f"{path}.old")
-            self._file: FileIO | None = FileIO(path, "w")
+            # It has the token ids of prompts and outputs.
+            self._file: FileIO | None = FileIO(path, "w", opener=open_private)
         except OSError as exc:
             raise OSError(f"--record {path}: {(exc.strerror or str(exc)).lower()}") from exc
 

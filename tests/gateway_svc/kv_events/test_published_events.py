@@ -78,6 +78,7 @@ async def test_a_router_hears_of_a_scheduler_that_is_restarted(tmp_path, tokeniz
             g = await stack.enter_async_context(gateway(w.target, kv_events_endpoint=endpoint))
             router = await stack.enter_async_context(subscriber(endpoint))
             assert g.addresses["kv_events_endpoint"] == endpoint
+            assert (tmp_path / "events").stat().st_mode & 0o777 == 0o600, "no other user may read tokens of prompts"
             await router.until(5)
             await serve(w, 6)
             await router.until(5, 6)

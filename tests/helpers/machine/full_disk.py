@@ -11,8 +11,10 @@ from typing import Any
 class FullDisk(FileIO):
     """Takes `capacity` bytes, a part of a write too as a kernel does, and then none; it can fail when it is closed."""
 
-    def __init__(self, path: str, mode: str, *, capacity: int, fails_at_close: bool = False) -> None:
-        super().__init__(path, mode)
+    def __init__(
+        self, path: str, mode: str, *, capacity: int, fails_at_close: bool = False, opener: Any = None
+    ) -> None:
+        super().__init__(path, mode, opener=opener)
         self._capacity = capacity
         self._fails_at_close = fails_at_close
 

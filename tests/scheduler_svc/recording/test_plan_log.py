@@ -113,6 +113,15 @@ def of_defaults(value: object) -> set[str]:
     return {field.name for field in fields if getattr(value, field.name) == field.default}
 
 
+def test_a_log_and_the_one_before_it_are_the_owners_alone(tmp_path: Path) -> None:
+    """They have the tokens of prompts and outputs."""
+    path = tmp_path / "plans"
+    path.write_bytes(b"of a scheduler before this rule")
+    path.chmod(0o644)
+    PlanLogWriter(str(path)).close()
+    assert [each.stat().st_mode & 0o777 for each in (path, tmp_path / "plans.old")] == [0o600, 0o600]
+
+
 def test_requests_and_executors_are_recorded_whole() -> None:
     """With no field at its default, a field that the log does not know comes back changed."""
     assert not of_defaults(REQUEST) | of_defaults(SAMPLING) | of_defaults(REQUEST.beams) | of_defaults(EXECUTOR)

@@ -48,9 +48,9 @@ Its options are under [HTTP](options.md#http). `docker compose up` serves it at 
 | `POST /tokenize`, `/detokenize` | as vLLM has them |
 | `POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter` | with the key of `--http-admin-key-file` alone |
 | `GET /health` | 200 while requests are served, else 503; needs no key |
-| `GET /version` | Cadenza's version |
-| `GET /openapi.json` | these paths and their fields, as OpenAPI 3.1 |
-| `GET /metrics`, also `HEAD` | the gateway's metrics, and the scheduler's below them ([metrics](metrics.md)) |
+| `GET /version` | Cadenza's version; needs no key |
+| `GET /openapi.json` | these paths and their fields, as OpenAPI 3.1; needs no key |
+| `GET /metrics`, also `HEAD` | the gateway's metrics, and the scheduler's below them ([metrics](metrics.md)); [keys](#keys) |
 | `POST /v1/embeddings` | refused with 400: the served model generates |
 
 ## Keys
@@ -64,6 +64,11 @@ A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`.
   [one session that carries the requests of all keys](tenants.md#gateways).
 - **Without tenants** any key will do, and none. `--http-api-key-file` names a file of keys, one a line, of which a
   request needs one.
+
+What needs no key names neither models nor tenants: `/health`, `/version`, `/openapi.json`, and with tenants the
+gateway's own metrics, as in vLLM and SGLang (with `--http-api-key-file` they need a key too). The log says so once. A
+proxy in front of the gateway may keep them inside. Whoever has a key sees the model's path: as the model's first name
+where there is no `--served-model-name`, and as `root`.
 
 Where the gateway listens on loopback and asks for no keys, any page in a browser of this machine could use the model
 ([page](page.md#who-sees-what)). So it answers requests for its own names alone: addresses, `localhost`, names in

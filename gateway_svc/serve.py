@@ -43,7 +43,8 @@ async def serve(config: GatewayConfig, fail: Callable[[str], None], page_rights:
     sys.stdout.write(f"ready {next(iter(addresses.values()))}\n")
     sys.stdout.flush()
     urls = listeners.urls
-    _LOG.info("serving %s at %s", config.target, ", ".join(urls))
+    open_paths = "" if state.keys is None else "; /health, /version and /openapi.json need no key"
+    _LOG.info("serving %s at %s%s", config.target, ", ".join(urls), open_paths)
     if config.page:
         shown = "#token=…" if config.page_token_file else f"#token={state.page_rights.token}"
         _LOG.info("the live page is %s/%s", urls[0], shown)

@@ -36,7 +36,8 @@ async def version(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """The gateway's metrics, and the scheduler's below them if the gateway may read those.
 
-    A gateway with a token of its own shows the scheduler's metrics only to callers with a key of the gateway.
+    A gateway with a token of its own shows the scheduler's metrics, which name the model's path, only to callers with
+    a key of the gateway: its own, which name neither models nor tenants, are for all.
     """
     state, key = request.app[STATE], api_key(request)
     if state.keys is not None:

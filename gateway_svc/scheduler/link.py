@@ -174,6 +174,11 @@ class SchedulerLink:
         try:
             await anonymous.check_model(waits=False)
         except UnauthenticatedError:
+            if not self._has_tenants:
+                _LOG.info(
+                    "requests need a key, a tenant's token; /health, /version, /openapi.json and the gateway's own "
+                    "/metrics need none"
+                )
             self._has_tenants = self._is_sure = True
             if self._own_token is not None:
                 await self._find_right()

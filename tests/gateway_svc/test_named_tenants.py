@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -40,6 +41,24 @@ async def running(w, g, *names):
     tasks = [asyncio.create_task(g.post(PATH, BODY, key=token(name))) for name in names]
     await w.until(lambda: len(w.engine._live) == count)
     return tasks
+
+
+async def test_what_needs_no_key_names_neither_models_nor_tenants(w, g, caplog):
+    """Also after requests, of which metrics count, and when the gateway has a token of its own."""
+    with caplog.at_level(logging.INFO):
+        await g.post(PATH, BODY, key=token("gold"))
+    (said,) = [record.message for record in caplog.records if "need none" in record.message]
+    model = (await g.get("/v1/models", key=token("gold")))["data"][0]
+    for path in ("/health", "/version", "/openapi.json", "/metrics"):
+        assert path in said
+        async with g.http.get(path) as response:
+            text = await response.text()
+            assert response.status == 200, path
+            assert not [word for word in (model["id"], model["root"], "vllm:", *TENANTS) if f'"{word}' in text], path
+    for path in ("/v1/models", f"/v1/models/{model['id']}"):
+        async with g.http.get(path) as response:
+            assert response.status == 401
+            assert model["root"] not in (await response.text()).replace(path, "")
 
 
 async def test_one_session_carries_the_requests_of_all_keys(w, g):

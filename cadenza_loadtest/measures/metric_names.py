@@ -8,7 +8,7 @@ from cadenza_loadtest.measures.metrics import Metrics, Spread
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "p99_9", "max")
 _ACRONYMS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "queue_s": "queue time"}
-_LEFT_OUT = {"window_s", "slo", "errors", "count", "kept_up"}
+_LEFT_OUT = {"window_s", "slo", "errors", "count", "kept_up", "whole"}
 _GROUPS = ("by_kind", "by_tenant", "by_adapter")
 
 

@@ -97,6 +97,17 @@ class StepFacts(_Frozen):
     num_preemptions: int
 
 
+class WholeRun(_Frozen):
+    """All requests of a run: from its start to the last token, with the drain after the last arrival."""
+
+    duration_s: float
+    num_requests: int
+    num_ok: int
+    requests_per_s: float | None
+    """Completed requests per second of `duration_s`; None without a token."""
+    output_tokens_per_s: float | None
+
+
 class Metrics(_Frozen):
     """The metrics of a run; None: nothing was measured. Rates are per second of `duration_s`."""
 
@@ -162,6 +173,8 @@ class Metrics(_Frozen):
     num_adapters: int | None = None
     """Distinct LoRA adapters that requests due within the window named; None if none did."""
     steps: StepFacts | None
+    whole: WholeRun | None = None
+    """None in files from before this was recorded."""
 
 
 def measure(
@@ -208,6 +221,7 @@ def measure(
         by_adapter=_groups(columns, due, columns.adapter, good, MAX_ADAPTERS + 1),
         num_adapters=len(set(columns.adapter[due].tolist()) - {""}) or None,
         steps=None if steps is None else step_facts(steps, window),
+        whole=_whole(columns),
     )
 
 
@@ -271,6 +285,17 @@ def _rates(columns: RequestColumns, window: Window | None, over: Window, good: R
         "mean_concurrency": mean,
         "max_concurrency": most,
     }
+
+
+def _whole(columns: RequestColumns) -> WholeRun:
+    seconds, num_ok = end_of(columns), int(columns.ok.sum())
+    return WholeRun(
+        duration_s=seconds,
+        num_requests=len(columns.due_s),
+        num_ok=num_ok,
+        requests_per_s=num_ok / seconds if seconds > 0 else None,
+        output_tokens_per_s=float(columns.num_output_tokens.sum()) / seconds if seconds > 0 else None,
+    )
 
 
 def _offered(due_s: Floats, window: Window | None) -> float | None:

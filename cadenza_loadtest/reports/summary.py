@@ -199,10 +199,26 @@ def swept_text(swept: Swept) -> str:
 
 
 def _title(point: Point) -> str:
+    """The whole time and throughput, and below them the window that the tables are of."""
     metrics = point.runs[0].metrics
-    runs = f", mean of {len(point.runs)} runs" if len(point.runs) > 1 else ""
-    counted = f"{metrics.num_requests:,} requests in {number(metrics.duration_s)} s{runs}"
-    return f"{swept_text(point.swept)}: {counted}" if point.swept else counted
+    several = f", mean of {len(point.runs)} runs" if len(point.runs) > 1 else ""
+    due = f"{metrics.num_requests:,} requests in {number(metrics.duration_s)} s"
+    wholes = [run.metrics.whole for run in point.runs if run.metrics.whole is not None]
+    if not wholes:
+        lines = [due + several]
+    else:
+        whole, rates = wholes[0], []
+        for name, unit in (("requests_per_s", "requests/s"), ("output_tokens_per_s", "tokens/s")):
+            known = [value for each in wholes if (value := getattr(each, name)) is not None]
+            rates += [f"{number(sum(known) / len(known))} {unit}"] if known else []
+        counted = f"{whole.num_ok:,} of {whole.num_requests:,} completed in {number(whole.duration_s)} s"
+        lines = [": ".join(filter(None, (counted, ", ".join(rates)))) + several]
+        if metrics.window_s is not None:
+            start_s, end_s = (number(each) for each in metrics.window_s)
+            lines.append(f"below: what was due or came from {start_s} to {end_s} s of it, {due}")
+    if point.swept:
+        lines[0] = f"{swept_text(point.swept)}: {lines[0]}"
+    return "\n".join(lines)
 
 
 def _counts_table(point: Point, title: str) -> Table:

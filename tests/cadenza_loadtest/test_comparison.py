@@ -206,6 +206,22 @@ def test_a_point_is_shown_in_100_columns() -> None:
     assert "TIMEOUT" in text
 
 
+def test_the_first_line_has_the_whole_run_and_the_second_the_window() -> None:
+    """A second of 10 requests, each of 5 tokens, which all end long after the last arrival."""
+    due_s = np.arange(10) / 10
+    run = columns(due_s=due_s, first_s=due_s + 30, last_s=due_s + 39.1, num_output_tokens=np.full(10, 5))
+    runs = [run_of(run, None, seed=1, started_unix_s=0, window=window, slo=None) for window in ((0.0, 0.9), None)]
+    first, second = text_of(point_view(point_of(runs[:1]))).splitlines()[:2]
+    assert first.strip() == "10 of 10 completed in 40 s: 0.250 requests/s, 1.25 tokens/s"
+    assert second.strip() == "below: what was due or came from 0 to 0.900 s of it, 10 requests in 0.900 s"
+    whole = text_of(point_view(point_of(runs[1:]))).splitlines()
+    assert whole[0] == first
+    assert "below" not in whole[1]
+    failed = columns(due_s=due_s, sent_s=due_s, error=["UNAVAILABLE"] * 10)
+    none = point_of([run_of(failed, None, seed=1, started_unix_s=0, window=None, slo=None)])
+    assert text_of(point_view(none)).splitlines()[0].strip() == "0 of 10 completed in 0 s"
+
+
 @pytest.mark.slow
 def test_a_narrow_terminal_is_not_overrun() -> None:
     files = [made_up_file("a", [1], num_requests=50), made_up_file("b", [2], num_requests=50)]

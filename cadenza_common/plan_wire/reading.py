@@ -111,8 +111,6 @@ def _sequence(message: pb.AdmittedSequence, reserved: list[str]) -> Work[Admitte
     _first_group("block_tables", tables, reserved)
     if len({table.kv_group for table in tables}) < len(tables):
         raise InvalidPlan(f"admitted: slot {message.slot} has several block tables in one KV group")
-    if message.embeddings:
-        reserved.append("embeddings")
     return AdmittedSequence(
         token_ids=(yield from ints_in_slices(message.token_ids)),
         block_ids=(yield from ints_in_slices(tables[0].block_ids if tables else ())),

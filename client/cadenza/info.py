@@ -59,7 +59,6 @@ class ServerLoad:
     num_prefix_queries: int
     num_prefix_hits: int
     num_shared_block_refs: int
-    num_fragmented_slots: int
     num_cached_host_blocks: int
     num_prefix_host_hits: int
     num_drafts: int  # of speculative decoding, checked since start

@@ -102,7 +102,6 @@ def fields_in_slices(message: pb.GenerateRequest, tenant: Tenant = ONLY_TENANT) 
         num_draft_tokens=message.speculation.num_draft_tokens if message.HasField("speculation") else None,
         traceparent=message.traceparent,
         adapter=message.adapter,
-        later_fields=_later_request_fields(message),
         body=body,
         # An id that the service drew is never sent twice, so its body needs no digest.
         body_digest=_digest(body, message.traceparent) if message.request_id else b"",
@@ -205,8 +204,6 @@ def _part_fields(part: types_pb2.PromptPart) -> PromptFields:
             return PromptFields(text=part.text)
         case "chat":
             return PromptFields(chat=chat_fields(part.chat))
-        case "media":
-            return PromptFields(has_media=True)
         case _:
             return PromptFields()
 
@@ -238,13 +235,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "logit_bias": lambda biases: tuple(sorted(biases.items())),
     "early_stopping": _EARLY_STOPPING.get,
 }
-
-
-def _later_request_fields(message: pb.GenerateRequest) -> tuple[str, ...]:
-    requested = {
-        "extra_hash_keys": bool(message.extra_hash_keys),
-    }
-    return tuple(name for name, is_set in requested.items() if is_set)
 
 
 def _fill_output(

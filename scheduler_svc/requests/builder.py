@@ -74,8 +74,6 @@ class RequestBuilder:
 
     def _check(self, fields: RequestFields) -> Work[None]:
         """Check everything that needs no tokenization; raises RequestRejectedError, PreconditionError."""
-        if fields.later_fields:
-            raise RequestRejectedError(fields.later_fields[0], f"{fields.later_fields[0]} is not supported yet")
         _check_output_mode(fields)
         if fields.timeout_s is not None and not (finite("timeout_s", fields.timeout_s) > 0):
             raise RequestRejectedError("timeout_s", f"must be over 0 seconds, not {fields.timeout_s}")
@@ -296,8 +294,6 @@ class RequestBuilder:
             check_chat(part.chat, f"{path}.chat", self.tokenizer.chats)
         elif part.rendered is not None:
             return  # it was checked as a chat
-        elif part.has_media:
-            raise RequestRejectedError(f"{path}.media", "media is not supported yet")
         else:
             raise RequestRejectedError(path, "must be one of text, tokens, chat")
 

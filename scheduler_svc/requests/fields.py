@@ -27,7 +27,6 @@ class PromptFields:
     chat: ChatFields | None = None
     rendered: str | None = None
     """A chat that is rendered already."""
-    has_media: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,6 @@ class RequestFields:
     num_draft_tokens: int | None = None
     adapter: str = ""
     """Name of its LoRA adapter; empty: none."""
-    later_fields: tuple[str, ...] = ()
-    """Fields that are set but not supported yet."""
     body: bytes = b""
     """The serialized message."""
     traceparent: str = ""

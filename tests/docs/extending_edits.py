@@ -139,7 +139,7 @@ METRIC: Edits = {
         ),
     ],
     "client/cadenza/info.py": [
-        _before("    num_fragmented_slots: int", "    num_free_device_blocks: int"),
+        _before("    num_cached_host_blocks: int", "    num_free_device_blocks: int"),
     ],
     "cadenza_cli/top/details.py": [
         _after(

@@ -186,7 +186,6 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"admitted": [admit(0, [1], [0], types_pb2.SequenceSampling(top_p=1, repetition_penalty=1, num_candidates=51))]},
      "slot 0: num_candidates 51 is not 0 to 50"),
     ({"admitted": [admit(0, [1], [0], adapter_index=1)]}, "adapter_index"),
-    ({"admitted": [admit(0, [1], [0], embeddings=[pb.EmbeddingSpan()])]}, "embeddings"),
 ]  # fmt: skip
 
 

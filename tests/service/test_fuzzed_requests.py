@@ -18,8 +18,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")
 FUZZED = ["Generate"] * 5 + ["Tokenize", "Detokenize", "Abort", "GetBlockTable", "Drain", "WatchSteps"]
 FUZZED += ["LoadAdapter", "UnloadAdapter", "ListAdapters"]
 RARE = set(
-    "request_id resume resume_grace_s adapter extra_hash_keys n best_of beam_width length_penalty "
-    "early_stopping grammar media".split()
+    "request_id resume resume_grace_s adapter n best_of beam_width length_penalty early_stopping grammar".split()
 )
 """Fields of which nearly any value is refused: seldom set, so that the others are reached."""
 STATUSES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND"}

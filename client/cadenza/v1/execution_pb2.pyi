@@ -51,8 +51,6 @@ class _ExecutorFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Execu
     """LoRA adapters: LoadAdapter, UnloadAdapter and adapter_index."""
     EXECUTOR_FEATURE_KV_TRANSFER: _ExecutorFeature.ValueType  # 11
     """KV export and import."""
-    EXECUTOR_FEATURE_MEDIA: _ExecutorFeature.ValueType  # 12
-    """Media in prompts."""
     EXECUTOR_FEATURE_DEBUG_DIGEST: _ExecutorFeature.ValueType  # 13
     """Debug digests in results."""
     EXECUTOR_FEATURE_SHARED_PREFIXES: _ExecutorFeature.ValueType  # 14
@@ -85,8 +83,6 @@ EXECUTOR_FEATURE_ADAPTERS: ExecutorFeature.ValueType  # 10
 """LoRA adapters: LoadAdapter, UnloadAdapter and adapter_index."""
 EXECUTOR_FEATURE_KV_TRANSFER: ExecutorFeature.ValueType  # 11
 """KV export and import."""
-EXECUTOR_FEATURE_MEDIA: ExecutorFeature.ValueType  # 12
-"""Media in prompts."""
 EXECUTOR_FEATURE_DEBUG_DIGEST: ExecutorFeature.ValueType  # 13
 """Debug digests in results."""
 EXECUTOR_FEATURE_SHARED_PREFIXES: ExecutorFeature.ValueType  # 14
@@ -1033,7 +1029,6 @@ class AdmittedSequence(_message.Message):
     ADAPTER_INDEX_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
-    EMBEDDINGS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     MAX_DRAFTS_FIELD_NUMBER: _builtins.int
     MAX_LEN_FIELD_NUMBER: _builtins.int
@@ -1078,10 +1073,6 @@ class AdmittedSequence(_message.Message):
         """Constraint on the tokens after the prompt, a function of this and of their ids; with a source, that of the source."""
 
     @_builtins.property
-    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbeddingSpan]:
-        """Positions at which embeddings replace tokens. Reserved: later wave."""
-
-    @_builtins.property
     def source(self) -> Global___PrefixSource:
         """The slot that has its first tokens already: a sample or beam of the same prompt. Absent: token_ids and block_tables
         are complete.
@@ -1099,7 +1090,6 @@ class AdmittedSequence(_message.Message):
         adapter_index: _builtins.int = ...,
         held: _builtins.bool = ...,
         grammar: _types_pb2.GrammarSpec | None = ...,
-        embeddings: _abc.Iterable[Global___EmbeddingSpan] | None = ...,
         source: Global___PrefixSource | None = ...,
         max_drafts: _builtins.int = ...,
         max_len: _builtins.int = ...,
@@ -1108,7 +1098,7 @@ class AdmittedSequence(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "block_tables", b"block_tables", "draft_scope", b"draft_scope", "embeddings", b"embeddings", "grammar", b"grammar", "grammar_turn", b"grammar_turn", "held", b"held", "max_drafts", b"max_drafts", "max_len", b"max_len", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "block_tables", b"block_tables", "draft_scope", b"draft_scope", "grammar", b"grammar", "grammar_turn", b"grammar_turn", "held", b"held", "max_drafts", b"max_drafts", "max_len", b"max_len", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1351,38 +1341,6 @@ class SampleForks(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampleForks: _TypeAlias = SampleForks  # noqa: Y015
-
-@_typing.final
-class EmbeddingSpan(_message.Message):
-    """EmbeddingSpan is a run of positions that embeddings fill. Reserved: later wave."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    START_FIELD_NUMBER: _builtins.int
-    LENGTH_FIELD_NUMBER: _builtins.int
-    MEDIA_FIELD_NUMBER: _builtins.int
-    start: _builtins.int
-    """First position."""
-    length: _builtins.int
-    """Number of positions."""
-    @_builtins.property
-    def media(self) -> _types_pb2.MediaReference:
-        """The media."""
-
-    def __init__(
-        self,
-        *,
-        start: _builtins.int = ...,
-        length: _builtins.int = ...,
-        media: _types_pb2.MediaReference | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["media", b"media"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "media", b"media", "start", b"start"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EmbeddingSpan: _TypeAlias = EmbeddingSpan  # noqa: Y015
 
 @_typing.final
 class KvTransfer(_message.Message):

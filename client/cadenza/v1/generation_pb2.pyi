@@ -119,7 +119,6 @@ class GenerateRequest(_message.Message):
     ENABLE_PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
-    EXTRA_HASH_KEYS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RETURN_TEXT_ENDS_FIELD_NUMBER: _builtins.int
@@ -178,10 +177,6 @@ class GenerateRequest(_message.Message):
     def speculation(self) -> Global___SpeculationParams:
         """Speculative decoding; absent: as the executor's options have it. It changes no token."""
 
-    @_builtins.property
-    def extra_hash_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Opaque keys mixed into the block hashes, such as hashes of embeddings. Reserved: later wave."""
-
     def __init__(
         self,
         *,
@@ -197,7 +192,6 @@ class GenerateRequest(_message.Message):
         enable_prefix_caching: _builtins.bool | None = ...,
         adapter: _builtins.str = ...,
         speculation: Global___SpeculationParams | None = ...,
-        extra_hash_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         expected_output_tokens: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
         return_text_ends: _builtins.bool = ...,
@@ -205,7 +199,7 @@ class GenerateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "sampling_params", b"sampling_params", "speculation", b"speculation", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "extra_hash_keys", b"extra_hash_keys", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "return_text_ends", b"return_text_ends", "sampling_params", b"sampling_params", "speculation", b"speculation", "starts_at_once", b"starts_at_once", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching", "_expected_output_tokens", b"_expected_output_tokens", "_resume_grace_s", b"_resume_grace_s", "_timeout_s", b"_timeout_s", "adapter", b"adapter", "cache_salt", b"cache_salt", "enable_prefix_caching", b"enable_prefix_caching", "expected_output_tokens", b"expected_output_tokens", "output_mode", b"output_mode", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "resume_grace_s", b"resume_grace_s", "return_prompt_token_ids", b"return_prompt_token_ids", "return_text_ends", b"return_text_ends", "sampling_params", b"sampling_params", "speculation", b"speculation", "starts_at_once", b"starts_at_once", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enable_prefix_caching: _TypeAlias = _typing.Literal["enable_prefix_caching"]  # noqa: Y015
     _WhichOneofArgType__enable_prefix_caching: _TypeAlias = _typing.Literal["_enable_prefix_caching", b"_enable_prefix_caching"]  # noqa: Y015
@@ -1049,7 +1043,6 @@ class SchedulerLoad(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_QUERIES_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_HITS_FIELD_NUMBER: _builtins.int
-    NUM_FRAGMENTED_SLOTS_FIELD_NUMBER: _builtins.int
     NUM_SHARED_BLOCK_REFS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_HOST_HITS_FIELD_NUMBER: _builtins.int
@@ -1091,10 +1084,6 @@ class SchedulerLoad(_message.Message):
     """Prompt tokens looked up in the prefix cache since start."""
     num_prefix_hits: _builtins.int
     """Of these, found."""
-    num_fragmented_slots: _builtins.int
-    """Free token slots that no waiting request can use for lack of contiguous space: external fragmentation, 0 with
-    paging.
-    """
     num_shared_block_refs: _builtins.int
     """References to held blocks beyond the first of each: blocks saved by sharing."""
     num_cached_host_blocks: _builtins.int
@@ -1126,7 +1115,6 @@ class SchedulerLoad(_message.Message):
         num_preemptions: _builtins.int = ...,
         num_prefix_queries: _builtins.int = ...,
         num_prefix_hits: _builtins.int = ...,
-        num_fragmented_slots: _builtins.int = ...,
         num_shared_block_refs: _builtins.int = ...,
         num_cached_host_blocks: _builtins.int = ...,
         num_prefix_host_hits: _builtins.int = ...,
@@ -1135,7 +1123,7 @@ class SchedulerLoad(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_drafts", b"num_accepted_drafts", "num_cached_device_blocks", b"num_cached_device_blocks", "num_cached_host_blocks", b"num_cached_host_blocks", "num_client_tasks", b"num_client_tasks", "num_device_blocks", b"num_device_blocks", "num_drafts", b"num_drafts", "num_fragmented_slots", b"num_fragmented_slots", "num_host_blocks", b"num_host_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prefix_hits", b"num_prefix_hits", "num_prefix_host_hits", b"num_prefix_host_hits", "num_prefix_queries", b"num_prefix_queries", "num_reserved_slots", b"num_reserved_slots", "num_running", b"num_running", "num_shared_block_refs", b"num_shared_block_refs", "num_steps", b"num_steps", "num_stored_tokens", b"num_stored_tokens", "num_swapped", b"num_swapped", "num_unused_slots", b"num_unused_slots", "num_used_device_blocks", b"num_used_device_blocks", "num_used_host_blocks", b"num_used_host_blocks", "num_used_slots", b"num_used_slots", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_drafts", b"num_accepted_drafts", "num_cached_device_blocks", b"num_cached_device_blocks", "num_cached_host_blocks", b"num_cached_host_blocks", "num_client_tasks", b"num_client_tasks", "num_device_blocks", b"num_device_blocks", "num_drafts", b"num_drafts", "num_host_blocks", b"num_host_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prefix_hits", b"num_prefix_hits", "num_prefix_host_hits", b"num_prefix_host_hits", "num_prefix_queries", b"num_prefix_queries", "num_reserved_slots", b"num_reserved_slots", "num_running", b"num_running", "num_shared_block_refs", b"num_shared_block_refs", "num_steps", b"num_steps", "num_stored_tokens", b"num_stored_tokens", "num_swapped", b"num_swapped", "num_unused_slots", b"num_unused_slots", "num_used_device_blocks", b"num_used_device_blocks", "num_used_host_blocks", b"num_used_host_blocks", "num_used_slots", b"num_used_slots", "num_waiting", b"num_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

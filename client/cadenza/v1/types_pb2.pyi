@@ -705,7 +705,6 @@ class PromptPart(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
-    MEDIA_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, tokenized by the scheduler with the model's special tokens before the first part."""
     @_builtins.property
@@ -716,23 +715,18 @@ class PromptPart(_message.Message):
     def chat(self) -> Global___Chat:
         """A chat, rendered with the model's chat template; it must be the only part."""
 
-    @_builtins.property
-    def media(self) -> Global___MediaReference:
-        """Image, audio or video by reference. Reserved: later wave."""
-
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         tokens: Global___TokenIds | None = ...,
         chat: Global___Chat | None = ...,
-        media: Global___MediaReference | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "media", b"media", "part", b"part", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "part", b"part", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "media", b"media", "part", b"part", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "part", b"part", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text", "tokens", "chat", "media"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
@@ -889,40 +883,6 @@ class ToolCall(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
-
-@_typing.final
-class MediaReference(_message.Message):
-    """MediaReference refers to media for a multimodal model. Reserved: later wave."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    URI_FIELD_NUMBER: _builtins.int
-    MIME_TYPE_FIELD_NUMBER: _builtins.int
-    CONTENT_HASH_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    uri: _builtins.str
-    """URI from which the executor loads it."""
-    mime_type: _builtins.str
-    """Its MIME type."""
-    content_hash: _builtins.bytes
-    """SHA-256 of its bytes, 32 bytes; part of the block hash."""
-    num_tokens: _builtins.int
-    """Number of embedding positions it takes."""
-    def __init__(
-        self,
-        *,
-        uri: _builtins.str = ...,
-        mime_type: _builtins.str = ...,
-        content_hash: _builtins.bytes = ...,
-        num_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "mime_type", b"mime_type", "num_tokens", b"num_tokens", "uri", b"uri"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MediaReference: _TypeAlias = MediaReference  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):

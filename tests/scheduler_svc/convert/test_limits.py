@@ -15,9 +15,6 @@ from tests.helpers.paths import ROOT
 PROTOS = ROOT / "protos" / "cadenza" / "v1"
 SUMMED = {"PromptPart.text", "TokenIds.ids", "ChatMessage.content", "ChatMessage.reasoning_content"}
 """Limited over the whole prompt."""
-REFUSED_WHOLE = {"GenerateRequest.extra_hash_keys", "PromptPart.media"}
-"""Reserved: any value is refused, whatever its length."""
-
 LOOKED_UP = {"SessionRequest.tenant_token_sha256"}
 """Found among the hashes of tokens, which have 32 bytes, or refused."""
 
@@ -50,7 +47,7 @@ def lengthy_fields(descriptor):
     """Every field that could be long, down from a request."""
     for field in descriptor.fields:
         name = f"{descriptor.name}.{field.name}"
-        if name in REFUSED_WHOLE | LOOKED_UP:
+        if name in LOOKED_UP:
             continue
         if field.is_repeated or field.type in (field.TYPE_STRING, field.TYPE_BYTES):
             yield name

@@ -176,7 +176,6 @@ def test_paths_of_refusals():
         refused(prompt=[types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[1, 2, 3, 512]))])
         == "prompt[0].tokens.ids[3]"
     )
-    assert refused(prompt=[types_pb2.PromptPart(media=types_pb2.MediaReference(uri="x"))]) == "prompt[0].media"
     assert refused(prompt=[text("x")], tokenizer=False) == "prompt[0].text"
     assert refused(prompt=[TOKENS, chat(("user", "x"))]) == "prompt[1].chat"
     assert refused(prompt=[chat()]) == "prompt[0].chat.messages"
@@ -194,7 +193,6 @@ def test_paths_of_refusals():
     assert refused(adapter="x") == "adapter"
     for most in (65, 2**32 - 1):
         assert refused(speculation=pb.SpeculationParams(num_draft_tokens=most)) == "speculation.num_draft_tokens"
-    assert refused(extra_hash_keys=[b"x"]) == "extra_hash_keys"
 
 
 def turns(*messages, **fields):

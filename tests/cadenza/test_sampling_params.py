@@ -19,7 +19,7 @@ from cadenza.v1 import types_pb2
         ("temprature", "SamplingParams() got an unexpected keyword argument 'temprature'; did you mean temperature?"),
         (
             "max_new_tokens",
-            "SamplingParams() got an unexpected keyword argument 'max_new_tokens'; did you mean max_tokens",
+            "SamplingParams() got an unexpected keyword argument 'max_new_tokens'; here it is max_tokens",
         ),
         ("zzz", "SamplingParams() got an unexpected keyword argument 'zzz'"),
         # vLLM has these, and a similar name would be a wrong suggestion.

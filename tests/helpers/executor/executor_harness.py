@@ -33,7 +33,7 @@ def fake_description() -> Description:
     geometry = SimpleNamespace(
         name="fake", architecture="Counting", vocab_size=LIMITS.vocab_size, hidden_size=4, num_layers=1, num_heads=1,
         num_kv_heads=1, head_size=4, max_model_len=LIMITS.max_model_len, dtype="float32", num_parameters=0,
-        weight_bytes=0, model_type="counts",
+        weight_bytes=0, model_type="counts", weights="",
     )  # fmt: skip
     loaded = SimpleNamespace(geometry=geometry, tokenizer="", eos_token_ids=(1, 2), bos_token_id=0)
     fingerprint = SimpleNamespace(

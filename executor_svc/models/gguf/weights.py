@@ -22,6 +22,7 @@ from executor_svc.models.safetensors_file import StoredTensor
 
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _MAX_VECTOR = 1 << 16
+_E8M0_NAN = 255
 
 
 class GgufWeights(Weights):
@@ -184,13 +185,15 @@ class GgufRows:
             content.update(block)
             ordered = block if self._head_rows is None else halves(block, self._head_rows)
             unpacked = kind.unpack(ordered.unflatten(1, (-1, size)))
-            if not _is_finite(unpacked):
+            if not _is_finite(unpacked, kind.format):
                 raise LoaderError(f"{tensor.path}: tensor {tensor.name} has scales that are NaN or infinite")
             yield unpacked
         self._on_read(content.digest())
 
 
-def _is_finite(block: QuantBlock) -> bool:
+def _is_finite(block: QuantBlock, kind: QuantFormat) -> bool:
+    if kind.scale == "e8m0":
+        return not bool((block.scales == _E8M0_NAN).any())
     numbers = (block.scales, block.super_scales, block.minimums, block.super_minimums)
     return all(bool(each.isfinite().all()) for each in numbers if each is not None and each.is_floating_point())
 

@@ -26,12 +26,21 @@ MIXED = Path(__file__).parents[1] / "data" / "gguf" / "llama-q4_k_m.gguf"
 EXACT: dict[str, Any] = {"dtype": "float32", "quantized_activations": "off"}
 EIGHT_BITS = all_of(Type.Q8_0)
 HEADS = {"head_dim": 16}
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+"""Rows of whole blocks of 256 columns."""
 
 
 def mixed(name: str) -> Type:
     """Return another type for each part of a fused projection, one of them dense."""
     parts = {"attn_q": Type.Q5_1, "attn_k": Type.Q8_0, "attn_v": Type.F16, "ffn_gate": Type.Q4_1, "ffn_up": Type.Q5_0}
     return next((kind for part, kind in parts.items() if f".{part}." in name), Type.Q8_0)
+
+
+def low_bits(name: str) -> Type:
+    """Return a type for each kind of kernel that types of few bits have."""
+    kinds = {"attn_q": Type.Q2_K, "attn_k": Type.IQ4_NL, "attn_v": Type.IQ2_S, "attn_output": Type.MXFP4}
+    kinds |= {"ffn_gate": Type.TQ1_0, "ffn_up": Type.IQ4_XS}
+    return next((kind for part, kind in kinds.items() if f".{part}." in name), Type.Q3_K)
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,7 @@ CASES = {
         options={"max_model_len": 256},
     ),
     "granite": Case("granite"),
+    "llama, low bits": Case("llama", low_bits, WIDE),
 }
 """Most in 8 bits: each type's kernels are compiled anew in each process."""
 OTHER_KINDS = {
@@ -92,7 +102,10 @@ OTHER_KINDS = {
     "phi3": all_of(Type.Q4_1),
     "granite": all_of(Type.Q5_0),
 }
-IN_OTHER_KINDS = {f"{name}, other types": replace(CASES[name], kinds=kinds) for name, kinds in OTHER_KINDS.items()}
+LOW_BITS = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS",
+            "IQ2_XXS", "IQ1_M", "IQ1_S")  # fmt: skip
+LOW = {f"llama, {name}": Case("llama", all_of(Type[name]), WIDE) for name in LOW_BITS}
+IN_OTHER_KINDS = LOW | {f"{name}, other types": replace(CASES[name], kinds=kinds) for name, kinds in OTHER_KINDS.items()}
 
 
 @pytest.mark.parametrize("name", short_and_long([*CASES, *IN_OTHER_KINDS], CASES))

@@ -13,7 +13,7 @@ from cadenza import AsyncClient, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.marks import short_and_long
-from tests.helpers.models.gguf_files import Kinds, all_of, dequantized, write_gguf
+from tests.helpers.models.gguf_files import Kinds, all_of, dequantized, low_bits, write_gguf
 from tests.helpers.models.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
 from tests.helpers.services import cadenza_services
 
@@ -34,13 +34,6 @@ def mixed(name: str) -> Type:
     """Return another type for each part of a fused projection, one of them dense."""
     parts = {"attn_q": Type.Q5_1, "attn_k": Type.Q8_0, "attn_v": Type.F16, "ffn_gate": Type.Q4_1, "ffn_up": Type.Q5_0}
     return next((kind for part, kind in parts.items() if f".{part}." in name), Type.Q8_0)
-
-
-def low_bits(name: str) -> Type:
-    """Return a type for each kind of kernel that types of few bits have."""
-    kinds = {"attn_q": Type.Q2_K, "attn_k": Type.IQ4_NL, "attn_v": Type.IQ2_S, "attn_output": Type.MXFP4}
-    kinds |= {"ffn_gate": Type.TQ1_0, "ffn_up": Type.IQ4_XS}
-    return next((kind for part, kind in kinds.items() if f".{part}." in name), Type.Q3_K)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,13 @@ def all_of(kind: Type) -> Kinds:
     return lambda name: kind
 
 
+def low_bits(name: str) -> Type:
+    """Return the types of a model that has each kind of kernel for few bits; its rows have multiples of 256 columns."""
+    kinds = {"attn_q": Type.Q2_K, "attn_k": Type.IQ4_NL, "attn_v": Type.IQ2_S, "attn_output": Type.MXFP4}
+    kinds |= {"ffn_gate": Type.TQ1_0, "ffn_up": Type.IQ4_XS}
+    return next((kind for part, kind in kinds.items() if f".{part}." in name), Type.Q3_K)
+
+
 def write_gguf(
     folder: Path,
     path: Path,

@@ -98,7 +98,9 @@ OTHER_KINDS = {
 LOW_BITS = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS",
             "IQ2_XXS", "IQ1_M", "IQ1_S")  # fmt: skip
 LOW = {f"llama, {name}": Case("llama", all_of(Type[name]), WIDE) for name in LOW_BITS}
-IN_OTHER_KINDS = LOW | {f"{name}, other types": replace(CASES[name], kinds=kinds) for name, kinds in OTHER_KINDS.items()}
+IN_OTHER_KINDS = LOW | {
+    f"{name}, other types": replace(CASES[name], kinds=kinds) for name, kinds in OTHER_KINDS.items()
+}
 
 
 @pytest.mark.parametrize("name", short_and_long([*CASES, *IN_OTHER_KINDS], CASES))

@@ -136,7 +136,8 @@ def _halves(rows: Tensor, first: int) -> Tensor:
 def _quarters(packed: Tensor) -> Tensor:
     """Return [R, blocks, 256] of [R, blocks, 64]: 32 bytes have four times 32 columns, the lowest bits the first."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    return (packed.unflatten(2, (2, 1, 32)) >> shifts & 3).flatten(2)
+    parts: Tensor = packed.unflatten(2, (2, 1, 32)) >> shifts & 3
+    return parts.flatten(2)
 
 
 def _nibbles(packed: Tensor) -> Tensor:

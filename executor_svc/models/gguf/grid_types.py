@@ -74,7 +74,8 @@ def _integers(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def _parts(numbers: Tensor, width: int, count: int) -> Tensor:
     """Return so many parts of so many bits of each number, from the lowest on: [R, blocks, numbers * count]."""
     shifts = torch.arange(0, width * count, width, dtype=numbers.dtype)
-    return (numbers[..., None] >> shifts & (2**width - 1)).flatten(2)
+    parts: Tensor = numbers[..., None] >> shifts & (2**width - 1)
+    return parts.flatten(2)
 
 
 def _nibbles(numbers: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ def grid(name: str) -> Tensor:
     places, packed = _PLACES[name], bytearray(zlib.decompress(base64.b85decode("".join(_POINTS[name].split()))))
     width = 2 if places == 8 else 4
     shifts = torch.arange(0, 8, width, dtype=torch.uint8)
-    spread = torch.frombuffer(packed, dtype=torch.uint8)[:, None] >> shifts & (2**width - 1)
-    return spread.reshape(-1, places)
+    points: Tensor = torch.frombuffer(packed, dtype=torch.uint8)[:, None] >> shifts & (2**width - 1)
+    return points.reshape(-1, places)
 
 
 _POINTS = {

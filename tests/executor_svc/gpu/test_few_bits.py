@@ -42,7 +42,8 @@ def forms(model: Model) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "tied"), short_and_long([(mixed, False), (mixed, True), (low_bits, True)], [(mixed, True), (low_bits, True)])
+    ("kinds", "tied"),
+    short_and_long([(mixed, False), (mixed, True), (low_bits, True)], [(mixed, True), (low_bits, True)]),
 )
 def test_tokens_of_a_gguf_file_are_those_of_its_numbers(tmp_path: Path, kinds: Kinds, tied: bool) -> None:
     shape = SHAPE if kinds is mixed else SHAPE | {"hidden_size": 256, "intermediate_size": 256}

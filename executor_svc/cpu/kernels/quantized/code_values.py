@@ -193,7 +193,7 @@ class CodeValues:
         return Vec(self._emit, builder.shuffle_vector(*parts, ir.Constant(_VI32, list(range(LANES)))))
 
     def _look_up_pairs(self, codes: Any) -> Any:
-        """Return the numbers of pairs of codes of 2 to 6 bits; the bits above an index of up to 5 bits do not matter."""
+        """Return the numbers of pairs of codes of 2 to 6 bits; the bits above an index of 5 bits do not matter."""
         signed = self._kind.offsets == "zero_point"
         table = (
             [float(each - 32 * (each > 15)) for each in range(32)] if signed else table_of(self._kind, self._kind.bits)

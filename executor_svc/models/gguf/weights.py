@@ -59,10 +59,13 @@ class GgufWeights(Weights):
 
     def part_blocks(self, name: str, shape: tuple[int, ...], part: Part, rows: int) -> Iterator[Tensor]:
         """As `blocks`, for a part of a tensor, of which nothing else is read."""
-        stored, head_rows = _dense(self._tensor(name, shape)), self._names.head_rows(name)
+        absent = self._is_absent_bias(name)
+        stored, head_rows = None if absent else _dense(self._tensor(name, shape)), self._names.head_rows(name)
         content = ContentDigest(f"{name} {list(shape)} {part} {self._dtype}")
         for chosen in part.ranges:
-            if part.of_columns:
+            if stored is None:
+                blocks = iter(torch.zeros(len(chosen)).split(rows))
+            elif part.of_columns:
                 blocks = stored.column_blocks(chosen, rows)
             elif head_rows is None:
                 blocks = stored.row_blocks(chosen, rows)
@@ -113,7 +116,13 @@ class GgufWeights(Weights):
             )
         return tensor
 
+    def _is_absent_bias(self, name: str) -> bool:
+        """Return whether a bias is not in the file: it is 0, as in llama.cpp."""
+        return name.endswith(".bias") and self._names.stored(name) not in self._file.tensors
+
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if self._is_absent_bias(name):
+            return
         tensor = self._tensor(name, shape)
         if tensor.type.name not in DENSE_TYPES:
             raise LoaderError(
@@ -122,6 +131,9 @@ class GgufWeights(Weights):
             )
 
     def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
+        if self._is_absent_bias(name):
+            yield from torch.zeros(shape).split(rows)
+            return
         stored, head_rows = _dense(self._tensor(name, shape)), self._names.head_rows(name)
         if head_rows is not None:
             yield from _halves_of(stored, head_rows, rows)

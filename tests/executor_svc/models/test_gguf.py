@@ -22,6 +22,7 @@ from executor_svc.models.folder import LoaderError, check_files, tokenizer_of
 from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from executor_svc.models.gguf.tensor_names import TensorNames, halves
 from executor_svc.models.gguf.weights import GgufRows, GgufWeights
+from executor_svc.models.parallel.split import Part
 from executor_svc.models.safetensors_file import StoredTensor
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
@@ -138,6 +139,30 @@ def test_dense_rows_change_places_too(dense: tuple[Path, Path], rows: int) -> No
             blocks = [block.clone() for block in stored.blocks(rows)]
             assert all(len(block) == rows for block in blocks[:-1])
             torch.testing.assert_close(torch.cat(blocks), wanted, rtol=0, atol=0)
+
+
+def test_biases_are_optional_one_by_one(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "source", "llama", **SHAPE, num_attention_heads=4, num_key_value_heads=2)
+    sizes = {"attn_q": 64, "attn_k": 32, "attn_v": 32, "attn_output": 64, "ffn_gate": 64, "ffn_up": 64, "ffn_down": 64}
+    zeros = {f"blk.0.{part}.bias": np.zeros(size, np.float32) for part, size in sizes.items()}
+    draw = np.random.default_rng(3)
+    some = {f"blk.0.{part}.bias": draw.standard_normal(sizes[part], np.float32) for part in ("attn_k", "ffn_up")}
+
+    def model(name: str, biases: dict[str, Any]) -> Model:
+        path = write_gguf(folder, tmp_path / f"{name}.gguf", all_of(Type.F32), more_tensors=biases)
+        return Model(path, dtype="float32")
+
+    models = [model("some", some), model("all", zeros | some), model("none", {})]
+    found = [each.whole([5, 9, 33]) for each in models]
+    assert torch.equal(found[0], found[1])
+    assert models[0].loaded.weights_digest == models[1].loaded.weights_digest
+    assert not torch.allclose(found[0], found[2])
+    weights = GgufWeights(read_gguf(tmp_path / "some.gguf"), TensorNames("llama", 16), torch.float32, CPU)
+    for name in ("q_proj", "k_proj"):
+        whole = weights.open(f"model.layers.0.self_attn.{name}.bias", (sizes[f"attn_{name[0]}"],)).whole()
+        part = Part((range(16, 32),), of_columns=False, total=len(whole))
+        piece = weights.open_part(f"model.layers.0.self_attn.{name}.bias", tuple(whole.shape), part).whole()
+        assert torch.equal(piece, whole[16:32])
 
 
 def test_halves_undo_neighbours() -> None:

@@ -34,10 +34,14 @@ class GgufWeights(Weights):
         self._names = names
 
     def least_bytes(self, num_elements: int, prefix: str = "") -> int:
-        """As in `Weights`: all tensors as they are stored, dense ones in the model's dtype."""
-        dense = self._dtype.itemsize
-        tensors = [tensor for name, tensor in self._file.tensors.items() if name.startswith(prefix)]
-        return sum(math.prod(t.shape) * dense if t.type.name in DENSE_TYPES else t.num_bytes for t in tensors)
+        """As in `Weights`: all tensors in few bits as codes and scales, dense ones in the model's dtype."""
+        return sum(self._least_bytes_of(each) for name, each in self._file.tensors.items() if name.startswith(prefix))
+
+    def _least_bytes_of(self, tensor: GgufTensor) -> int:
+        kind, numbers = BLOCK_TYPES.get(tensor.type.name), math.prod(tensor.shape)
+        if kind is None:
+            return numbers * self._dtype.itemsize if tensor.type.name in DENSE_TYPES else tensor.num_bytes
+        return kind.format.num_bytes((numbers // tensor.shape[-1], tensor.shape[-1]))
 
     def check_linears(self, shapes: Iterable[tuple[str, tuple[int, int]]]) -> None:
         """Raise LoaderError for a tensor of these names that is missing, has another shape, or cannot be read."""

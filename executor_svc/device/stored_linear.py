@@ -128,7 +128,8 @@ class FewBits:
     """The formats of the prepared weights in few bits, and the form of each; filled by the device."""
 
     def __init__(self) -> None:
-        self._forms: dict[tuple[QuantFormat, Form], str] = {}
+        self._forms: dict[tuple[QuantFormat, Form], dict[str, str]] = {}
+        """The names of equal formats, and what the log calls them."""
         self.saved_bytes = 0
         """Bytes that the weights take less than in the model's dtype."""
 
@@ -140,27 +141,29 @@ class FewBits:
     @property
     def summary(self) -> str:
         """The forms by the formats' names, for the log."""
-        return ", ".join(sorted({f"{name}: {form}" for (_, form), name in self._forms.items()}))
+        return ", ".join(
+            sorted({f"{text}: {form}" for (_, form), each in self._forms.items() for text in each.values()})
+        )
 
     def described(self, dtype: str) -> str:
         """What the weights of a model of this dtype are in, as "Q4_1 with 8-bit activations"; empty: all in dtype."""
         names: dict[str, set[str]] = {}
-        for (_, form), name in self._forms.items():
-            names.setdefault(_SHOWN[form] or f"with {dtype} activations", set()).add(name)
+        for (_, form), found in self._forms.items():
+            names.setdefault(_SHOWN[form] or f"with {dtype} activations", set()).update(found)
         return "; ".join(f"{', '.join(sorted(each))} {how}" for how, each in sorted(names.items()))
 
     def add(self, part: QuantRows, dtype: torch.dtype, form: Form, num_bytes: int) -> None:
         """Note a weight of a model of this dtype that takes so many bytes."""
         numbers, name, stored = part.shape[0] * part.shape[1], part.format.name, part.format.file_bits
-        bits = 8 * num_bytes / numbers
+        bits, text = 8 * num_bytes / numbers, name
         if stored is not None and bits > _NOTABLE * stored:
-            name = f"{name} ({stored:.1f} bits a number in the file, {bits:.1f} here)"
-        self._forms.setdefault((part.format, form), name)
+            text = f"{name} ({stored:.1f} bits a number in the file, {bits:.1f} here)"
+        self._forms.setdefault((part.format, form), {}).setdefault(name, text)
         self.saved_bytes += numbers * dtype.itemsize - num_bytes
 
     def add_dense(self, part: QuantRows) -> None:
         """Note a weight that is held in the model's dtype."""
-        self._forms.setdefault((part.format, "dense"), part.format.name)
+        self._forms.setdefault((part.format, "dense"), {})[part.format.name] = part.format.name
 
 
 _SHOWN: dict[Form, str] = {

@@ -165,6 +165,20 @@ def test_biases_are_optional_one_by_one(tmp_path: Path) -> None:
         assert torch.equal(piece, whole[16:32])
 
 
+def test_the_log_names_types_and_what_they_take(tmp_path: Path) -> None:
+    """Also of those with equal formats; a whole panel of rows, so that nothing is filled up."""
+    columns = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    folder = make_checkpoint(tmp_path / "source", "llama", **SHAPE | columns)
+    kinds = {"ffn_gate": Type.IQ2_XS, "ffn_up": Type.IQ2_S, "ffn_down": Type.Q3_K}
+    path = write_gguf(
+        folder, tmp_path / "model.gguf", lambda name: next((kinds[each] for each in kinds if each in name), Type.IQ4_XS)
+    )
+    few_bits = Model(path, quantized_activations="off").device.few_bits
+    words = "bits a number in the file, 4.6 here): weights alone"
+    assert few_bits.summary == (f"IQ2_S (2.6 {words}, IQ2_XS (2.3 {words}, IQ4_XS: weights alone, Q3_K: weights alone")
+    assert few_bits.described("bfloat16") == "IQ2_S, IQ2_XS, IQ4_XS, Q3_K with bfloat16 activations"
+
+
 def test_halves_undo_neighbours() -> None:
     values = np.arange(2 * 6 * 3, dtype=np.float32).reshape(12, 3)
     np.testing.assert_array_equal(halves(torch.from_numpy(neighbours(values, 2)), 6).numpy(), values)

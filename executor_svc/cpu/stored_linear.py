@@ -29,7 +29,7 @@ QuantizedActivations = Literal["auto", "off", "int8"]
 
 def has_kernel(kind: QuantFormat, columns: int, isa: Isa) -> bool:
     """Return whether products of a format are computed from its codes; else its numbers are kept as floats."""
-    if not is_supported(kind, columns) or (kind.values == "e2m1" and not isa.has("avx2")):
+    if not is_supported(kind, columns) or (kind.values in ("e2m1", "table") and not isa.has("avx2")):
         return False
     layout = PackedLayout(kind, columns)
     return layout.whole_row or layout.steps_per_block <= MOST_STEPS

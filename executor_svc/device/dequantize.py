@@ -26,6 +26,8 @@ def dequantize(block: QuantBlock, kind: QuantFormat) -> Tensor:
 
 def code_values(block: QuantBlock, kind: QuantFormat) -> Tensor:
     """Return value(code) as float32 [R, K], exact."""
+    if kind.values == "table":
+        return torch.tensor(kind.table, dtype=torch.float32)[block.codes.long()]
     if kind.values == "e2m1":
         return _E2M1[block.codes.long()]
     if kind.values == "e4m3":

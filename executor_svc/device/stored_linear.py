@@ -20,10 +20,12 @@ from torch import Tensor
 
 from executor_svc.device.kernels import WeightRows
 
-CodeValues = Literal["integer", "e2m1", "e4m3"]
+CodeValues = Literal["integer", "table", "e2m1", "e4m3"]
 Offsets = Literal["none", "minimum", "zero_point"]
 ScaleType = Literal["float16", "bfloat16", "float32", "e8m0"]
 
+_NOTABLE = 1.1
+"""By how much more memory than its file a weight takes, for the log to say so."""
 _SCALE_BYTES: dict[ScaleType, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "e8m0": 1}
 Form = Literal["dense", "weights alone", "int8", "int8 whole row"]
 """How a weight is multiplied: dequantized at the start; unpacked in the product; with activations in int8, a
@@ -36,12 +38,13 @@ class QuantFormat:
 
     name: str = field(compare=False)
     """As its file calls it, such as Q4_K: for messages."""
-    bits: Literal[4, 5, 6, 8]
+    bits: Literal[2, 3, 4, 5, 6, 8]
     """Of a code."""
     group: int
     """Columns that share a scale: 16, 32, a larger multiple of 32 that divides K, or K (a scale per row)."""
     values: CodeValues = "integer"
-    """integer: code - zero, or code - zero_point[n, g]; e2m1, e4m3: the float of that format with these bits."""
+    """integer: code - zero, or code - zero_point[n, g]; table: the integer at place `code` of `table`; e2m1, e4m3: the
+    float of that format with these bits."""
     zero: int = 0
     """Of integers without zero points; 128 where int8 numbers are stored as code = number + 128."""
     scale: ScaleType = "float16"
@@ -49,6 +52,10 @@ class QuantFormat:
     super_group: int | None = None
     """Columns that share a super scale, a multiple of group: scale = super_scale * sub_scale, minimum likewise."""
     offsets: Offsets = "none"
+    table: tuple[int, ...] = ()
+    """16 integers from -128 to 127, for codes of 4 bits."""
+    file_bits: float | None = field(default=None, compare=False)
+    """Of a number in its file; None: as many as here."""
 
     def num_bytes(self, shape: tuple[int, int]) -> int:
         """Return the bytes of a weight [N, K] in this format: codes, scales and offsets, without padding."""
@@ -121,7 +128,8 @@ class FewBits:
     """The formats of the prepared weights in few bits, and the form of each; filled by the device."""
 
     def __init__(self) -> None:
-        self._forms: dict[tuple[QuantFormat, Form], str] = {}
+        self._forms: dict[tuple[QuantFormat, Form], dict[str, str]] = {}
+        """The names of equal formats, and what the log calls them."""
         self.saved_bytes = 0
         """Bytes that the weights take less than in the model's dtype."""
 
@@ -133,23 +141,29 @@ class FewBits:
     @property
     def summary(self) -> str:
         """The forms by the formats' names, for the log."""
-        return ", ".join(sorted({f"{name}: {form}" for (_, form), name in self._forms.items()}))
+        return ", ".join(
+            sorted({f"{text}: {form}" for (_, form), each in self._forms.items() for text in each.values()})
+        )
 
     def described(self, dtype: str) -> str:
         """What the weights of a model of this dtype are in, as "Q4_1 with 8-bit activations"; empty: all in dtype."""
         names: dict[str, set[str]] = {}
-        for (_, form), name in self._forms.items():
-            names.setdefault(_SHOWN[form] or f"with {dtype} activations", set()).add(name)
+        for (_, form), found in self._forms.items():
+            names.setdefault(_SHOWN[form] or f"with {dtype} activations", set()).update(found)
         return "; ".join(f"{', '.join(sorted(each))} {how}" for how, each in sorted(names.items()))
 
     def add(self, part: QuantRows, dtype: torch.dtype, form: Form, num_bytes: int) -> None:
         """Note a weight of a model of this dtype that takes so many bytes."""
-        self._forms.setdefault((part.format, form), part.format.name)
-        self.saved_bytes += part.shape[0] * part.shape[1] * dtype.itemsize - num_bytes
+        numbers, name, stored = part.shape[0] * part.shape[1], part.format.name, part.format.file_bits
+        bits, text = 8 * num_bytes / numbers, name
+        if stored is not None and bits > _NOTABLE * stored:
+            text = f"{name} ({stored:.1f} bits a number in the file, {bits:.1f} here)"
+        self._forms.setdefault((part.format, form), {}).setdefault(name, text)
+        self.saved_bytes += numbers * dtype.itemsize - num_bytes
 
     def add_dense(self, part: QuantRows) -> None:
         """Note a weight that is held in the model's dtype."""
-        self._forms.setdefault((part.format, "dense"), part.format.name)
+        self._forms.setdefault((part.format, "dense"), {})[part.format.name] = part.format.name
 
 
 _SHOWN: dict[Form, str] = {
@@ -162,4 +176,5 @@ _SHOWN: dict[Form, str] = {
 def _facts(kind: QuantFormat) -> str:
     """Return everything of a format that the numbers depend on, without its name."""
     scales = f"{kind.scale} scales by {kind.group} and {kind.super_group}"
-    return f"{kind.bits} bits, {kind.values}, zero {kind.zero}, {scales}, {kind.offsets}"
+    values = f"{kind.values} {kind.table}" if kind.table else kind.values
+    return f"{kind.bits} bits, {values}, zero {kind.zero}, {scales}, {kind.offsets}"

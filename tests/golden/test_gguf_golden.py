@@ -13,7 +13,7 @@ from cadenza import AsyncClient, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.marks import short_and_long
-from tests.helpers.models.gguf_files import Kinds, all_of, dequantized, write_gguf
+from tests.helpers.models.gguf_files import Kinds, all_of, dequantized, low_bits, write_gguf
 from tests.helpers.models.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
 from tests.helpers.services import cadenza_services
 
@@ -26,6 +26,8 @@ MIXED = Path(__file__).parents[1] / "data" / "gguf" / "llama-q4_k_m.gguf"
 EXACT: dict[str, Any] = {"dtype": "float32", "quantized_activations": "off"}
 EIGHT_BITS = all_of(Type.Q8_0)
 HEADS = {"head_dim": 16}
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+"""Rows of whole blocks of 256 columns."""
 
 
 def mixed(name: str) -> Type:
@@ -83,6 +85,7 @@ CASES = {
         options={"max_model_len": 256},
     ),
     "granite": Case("granite"),
+    "llama, low bits": Case("llama", low_bits, WIDE),
 }
 """Most in 8 bits: each type's kernels are compiled anew in each process."""
 OTHER_KINDS = {
@@ -92,7 +95,12 @@ OTHER_KINDS = {
     "phi3": all_of(Type.Q4_1),
     "granite": all_of(Type.Q5_0),
 }
-IN_OTHER_KINDS = {f"{name}, other types": replace(CASES[name], kinds=kinds) for name, kinds in OTHER_KINDS.items()}
+LOW_BITS = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS",
+            "IQ2_XXS", "IQ1_M", "IQ1_S")  # fmt: skip
+LOW = {f"llama, {name}": Case("llama", all_of(Type[name]), WIDE) for name in LOW_BITS}
+IN_OTHER_KINDS = LOW | {
+    f"{name}, other types": replace(CASES[name], kinds=kinds) for name, kinds in OTHER_KINDS.items()
+}
 
 
 @pytest.mark.parametrize("name", short_and_long([*CASES, *IN_OTHER_KINDS], CASES))

@@ -64,8 +64,8 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
         "max_position_embeddings": metadata.integer(f"{architecture}.context_length"),
         "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "attention_bias": _has_bias(file, "attn_q", "attn_k", "attn_v", "attn_output"),
+        "mlp_bias": _has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
         "num_experts": metadata.integer(f"{architecture}.expert_count", 0, at_least=0),
     }
     content |= rope_content(file, architecture, head_size, read_vector)
@@ -87,6 +87,12 @@ def special_token_ids(file: GgufFile) -> tuple[list[int], int | None]:
     if bos in metadata:
         return sorted(eos), metadata.integer(bos, at_least=0)
     return sorted(eos), _SENTENCEPIECE_BOS if is_sentencepiece else None
+
+
+def _has_bias(file: GgufFile, *parts: str) -> bool:
+    """Return whether one of these tensors has a bias in any layer; those that are missing are 0 then."""
+    ends = tuple(f".{part}.bias" for part in parts)
+    return any(name.endswith(ends) for name in file.tensors)
 
 
 class _KeyReader:

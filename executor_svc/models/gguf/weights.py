@@ -22,6 +22,7 @@ from executor_svc.models.safetensors_file import StoredTensor
 
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _MAX_VECTOR = 1 << 16
+_E8M0_NAN = 255
 
 
 class GgufWeights(Weights):
@@ -33,10 +34,14 @@ class GgufWeights(Weights):
         self._names = names
 
     def least_bytes(self, num_elements: int, prefix: str = "") -> int:
-        """As in `Weights`: all tensors as they are stored, dense ones in the model's dtype."""
-        dense = self._dtype.itemsize
-        tensors = [tensor for name, tensor in self._file.tensors.items() if name.startswith(prefix)]
-        return sum(math.prod(t.shape) * dense if t.type.name in DENSE_TYPES else t.num_bytes for t in tensors)
+        """As in `Weights`: all tensors in few bits as codes and scales, dense ones in the model's dtype."""
+        return sum(self._least_bytes_of(each) for name, each in self._file.tensors.items() if name.startswith(prefix))
+
+    def _least_bytes_of(self, tensor: GgufTensor) -> int:
+        kind, numbers = BLOCK_TYPES.get(tensor.type.name), math.prod(tensor.shape)
+        if kind is None:
+            return numbers * self._dtype.itemsize if tensor.type.name in DENSE_TYPES else tensor.num_bytes
+        return kind.format.num_bytes((numbers // tensor.shape[-1], tensor.shape[-1]))
 
     def check_linears(self, shapes: Iterable[tuple[str, tuple[int, int]]]) -> None:
         """Raise LoaderError for a tensor of these names that is missing, has another shape, or cannot be read."""
@@ -58,10 +63,13 @@ class GgufWeights(Weights):
 
     def part_blocks(self, name: str, shape: tuple[int, ...], part: Part, rows: int) -> Iterator[Tensor]:
         """As `blocks`, for a part of a tensor, of which nothing else is read."""
-        stored, head_rows = _dense(self._tensor(name, shape)), self._names.head_rows(name)
+        absent = self._is_absent_bias(name)
+        stored, head_rows = None if absent else _dense(self._tensor(name, shape)), self._names.head_rows(name)
         content = ContentDigest(f"{name} {list(shape)} {part} {self._dtype}")
         for chosen in part.ranges:
-            if part.of_columns:
+            if stored is None:
+                blocks = iter(torch.zeros(len(chosen)).split(rows))
+            elif part.of_columns:
                 blocks = stored.column_blocks(chosen, rows)
             elif head_rows is None:
                 blocks = stored.row_blocks(chosen, rows)
@@ -112,7 +120,13 @@ class GgufWeights(Weights):
             )
         return tensor
 
+    def _is_absent_bias(self, name: str) -> bool:
+        """Return whether a bias is not in the file: it is 0, as in llama.cpp."""
+        return name.endswith(".bias") and self._names.stored(name) not in self._file.tensors
+
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if self._is_absent_bias(name):
+            return
         tensor = self._tensor(name, shape)
         if tensor.type.name not in DENSE_TYPES:
             raise LoaderError(
@@ -121,6 +135,9 @@ class GgufWeights(Weights):
             )
 
     def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
+        if self._is_absent_bias(name):
+            yield from torch.zeros(shape).split(rows)
+            return
         stored, head_rows = _dense(self._tensor(name, shape)), self._names.head_rows(name)
         if head_rows is not None:
             yield from _halves_of(stored, head_rows, rows)
@@ -184,13 +201,15 @@ class GgufRows:
             content.update(block)
             ordered = block if self._head_rows is None else halves(block, self._head_rows)
             unpacked = kind.unpack(ordered.unflatten(1, (-1, size)))
-            if not _is_finite(unpacked):
+            if not _is_finite(unpacked, kind.format):
                 raise LoaderError(f"{tensor.path}: tensor {tensor.name} has scales that are NaN or infinite")
             yield unpacked
         self._on_read(content.digest())
 
 
-def _is_finite(block: QuantBlock) -> bool:
+def _is_finite(block: QuantBlock, kind: QuantFormat) -> bool:
+    if kind.scale == "e8m0":
+        return not bool((block.scales == _E8M0_NAN).any())
     numbers = (block.scales, block.super_scales, block.minimums, block.super_minimums)
     return all(bool(each.isfinite().all()) for each in numbers if each is not None and each.is_floating_point())
 

@@ -23,7 +23,8 @@ from tests.checkpoints import make_checkpoint
 from tests.helpers.models.gguf_files import all_of, write_gguf
 
 HERE = Path(__file__).parent
-TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4",
+         "TQ1_0", "TQ2_0", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")  # fmt: skip
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 256,
@@ -52,18 +53,20 @@ def main() -> None:
 
 
 def make_types(path: Path) -> None:
-    """Write a tensor [3, 512] of each type."""
+    """Write a tensor [3, 512] of each type; columns are equally important to those that ask for it."""
     library = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so"))
     quantize_chunk = library.ggml_quantize_chunk
     quantize_chunk.restype = ctypes.c_size_t
     integers = [ctypes.c_int64] * 3
     quantize_chunk.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *integers, ctypes.c_void_p]
+    important = np.ones(512, np.float32)
     draw, writer = np.random.default_rng(0), gguf.GGUFWriter(path, "llama")
     for name in TYPES:
         values = draw.standard_normal((3, 512), np.float32)
         block, size = gguf.GGML_QUANT_SIZES[Type[name]]
         stored = np.empty((3, 512 // block * size), np.uint8)
-        written = quantize_chunk(Type[name], values.ctypes.data, stored.ctypes.data, 0, 3, 512, None)
+        weights = important.ctypes.data if name.startswith("IQ") else None
+        written = quantize_chunk(Type[name], values.ctypes.data, stored.ctypes.data, 0, 3, 512, weights)
         assert written == stored.nbytes
         writer.add_tensor(name, stored, raw_dtype=Type[name])
     writer.write_header_to_file()

@@ -22,7 +22,7 @@ from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import BlockRows
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.test_families import tokens_of
 from tests.helpers.marks import short_and_long
-from tests.helpers.models.gguf_files import dequantized, write_gguf
+from tests.helpers.models.gguf_files import Kinds, dequantized, low_bits, write_gguf
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
 
 GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
@@ -41,12 +41,17 @@ def forms(model: Model) -> set[str]:
     return {form.rpartition(": ")[2] for form in model.device.few_bits.forms}
 
 
-@pytest.mark.parametrize("tied", short_and_long([False, True], [True]))
-def test_tokens_of_a_gguf_file_are_those_of_its_numbers(tmp_path: Path, tied: bool) -> None:
-    folder = make_checkpoint(tmp_path / "made", "llama", tie_word_embeddings=tied, **SHAPE)
-    model = Model(write_gguf(folder, tmp_path / "mixed.gguf", mixed), **GPU)
+@pytest.mark.parametrize(
+    ("kinds", "tied"),
+    short_and_long([(mixed, False), (mixed, True), (low_bits, True)], [(mixed, True), (low_bits, True)]),
+)
+def test_tokens_of_a_gguf_file_are_those_of_its_numbers(tmp_path: Path, kinds: Kinds, tied: bool) -> None:
+    shape = SHAPE if kinds is mixed else SHAPE | {"hidden_size": 256, "intermediate_size": 256}
+    folder = make_checkpoint(tmp_path / "made", "llama", tie_word_embeddings=tied, **shape)
+    model = Model(write_gguf(folder, tmp_path / "mixed.gguf", kinds), **GPU)
     assert forms(model) == {"weights alone"}
-    assert tokens_of(model) == tokens_of(Model(dequantized(folder, tmp_path / "dense", mixed), **GPU))
+    assert ("IQ4_XS (4.2 bits a number in the file, 8." in model.device.few_bits.summary) == (kinds is low_bits)
+    assert tokens_of(model) == tokens_of(Model(dequantized(folder, tmp_path / "dense", kinds), **GPU))
 
 
 @pytest.mark.parametrize("layout", short_and_long(["gptq with desc_act", "fp8 in blocks"], ["gptq with desc_act"]))

@@ -15,17 +15,25 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from cadenza_common.gguf.file import GgufError, read_gguf
+from cadenza_common.gguf.file import TENSOR_TYPES, GgufError, GgufTensor, read_gguf
 from executor_svc.device.dequantize import dequantize
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.folder import LoaderError, check_files, tokenizer_of
 from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from executor_svc.models.gguf.tensor_names import TensorNames, halves
 from executor_svc.models.gguf.weights import GgufRows, GgufWeights
+from executor_svc.models.parallel.split import Part
 from executor_svc.models.safetensors_file import StoredTensor
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.models.gguf_files import all_of, neighbours, write_gguf
+from tests.helpers.models.gguf_files import (
+    all_of,
+    neighbours,
+    places_of_scales,
+    random_blocks,
+    set_scale,
+    write_gguf,
+)
 
 DATA = Path(__file__).parents[2] / "data" / "gguf"
 MIXED = DATA / "llama-q4_k_m.gguf"
@@ -62,16 +70,24 @@ def test_blocks_are_what_ggml_wrote(name: str) -> None:
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_blocks_of_any_bits(name: str) -> None:
-    """All codes and sub scales, and scales of all kinds, as gguf's dequantize has them."""
+    """All codes and sub scales, and scales of all kinds, as gguf's dequantize has them, to the bit; one block, too."""
     kind = BLOCK_TYPES[name]
     columns, size = gguf.GGML_QUANT_SIZES[Type[name]]
     raw = np.random.default_rng(1).integers(0, 256, (64, 2, size), np.uint8)
+    if name == "MXFP4":
+        raw[raw[:, :, 0] == 255, 0] = 254  # NaN of this type; gguf reads it as 2**128
     block = kind.unpack(torch.from_numpy(raw.copy()))
-    assert int(block.codes.max()) == 2**kind.format.bits - 1
-    with np.errstate(invalid="ignore"):
+    most = {"TQ1_0": 2, "IQ2_S": 10, "IQ2_XS": 10, "IQ2_XXS": 10, "IQ1_S": 10, "IQ1_M": 10}
+    assert int(block.codes.max()) == most.get(name, 2**kind.format.bits - 1)
+    with np.errstate(invalid="ignore", over="ignore"):
         wanted = gguf.dequantize(raw.reshape(64, -1), Type[name])
-    np.testing.assert_array_equal(dequantize(block, kind.format).numpy(), wanted)
+    found = dequantize(block, kind.format).numpy()
+    known = ~np.isnan(wanted)
+    assert (np.isnan(found) == ~known).all()
+    np.testing.assert_array_equal(found[known].view(np.int32), wanted[known].view(np.int32))
     assert wanted.shape == (64, 2 * columns)
+    one = dequantize(kind.unpack(torch.from_numpy(raw[:1, :1])), kind.format).numpy()
+    np.testing.assert_array_equal(one, found[:1, :columns])
 
 
 def test_fused_projection_mixes_formats() -> None:
@@ -123,6 +139,44 @@ def test_dense_rows_change_places_too(dense: tuple[Path, Path], rows: int) -> No
             blocks = [block.clone() for block in stored.blocks(rows)]
             assert all(len(block) == rows for block in blocks[:-1])
             torch.testing.assert_close(torch.cat(blocks), wanted, rtol=0, atol=0)
+
+
+def test_biases_are_optional_one_by_one(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "source", "llama", **SHAPE, num_attention_heads=4, num_key_value_heads=2)
+    sizes = {"attn_q": 64, "attn_k": 32, "attn_v": 32, "attn_output": 64, "ffn_gate": 64, "ffn_up": 64, "ffn_down": 64}
+    zeros = {f"blk.0.{part}.bias": np.zeros(size, np.float32) for part, size in sizes.items()}
+    draw = np.random.default_rng(3)
+    some = {f"blk.0.{part}.bias": draw.standard_normal(sizes[part], np.float32) for part in ("attn_k", "ffn_up")}
+
+    def model(name: str, biases: dict[str, Any]) -> Model:
+        path = write_gguf(folder, tmp_path / f"{name}.gguf", all_of(Type.F32), more_tensors=biases)
+        return Model(path, dtype="float32")
+
+    models = [model("some", some), model("all", zeros | some), model("none", {})]
+    found = [each.whole([5, 9, 33]) for each in models]
+    assert torch.equal(found[0], found[1])
+    assert models[0].loaded.weights_digest == models[1].loaded.weights_digest
+    assert not torch.allclose(found[0], found[2])
+    weights = GgufWeights(read_gguf(tmp_path / "some.gguf"), TensorNames("llama", 16), torch.float32, CPU)
+    for name in ("q_proj", "k_proj"):
+        whole = weights.open(f"model.layers.0.self_attn.{name}.bias", (sizes[f"attn_{name[0]}"],)).whole()
+        part = Part((range(16, 32),), of_columns=False, total=len(whole))
+        piece = weights.open_part(f"model.layers.0.self_attn.{name}.bias", tuple(whole.shape), part).whole()
+        assert torch.equal(piece, whole[16:32])
+
+
+def test_the_log_names_types_and_what_they_take(tmp_path: Path) -> None:
+    """Also of those with equal formats; a whole panel of rows, so that nothing is filled up."""
+    columns = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    folder = make_checkpoint(tmp_path / "source", "llama", **SHAPE | columns)
+    kinds = {"ffn_gate": Type.IQ2_XS, "ffn_up": Type.IQ2_S, "ffn_down": Type.Q3_K}
+    path = write_gguf(
+        folder, tmp_path / "model.gguf", lambda name: next((kinds[each] for each in kinds if each in name), Type.IQ4_XS)
+    )
+    few_bits = Model(path, quantized_activations="off").device.few_bits
+    words = "bits a number in the file, 4.6 here): weights alone"
+    assert few_bits.summary == (f"IQ2_S (2.6 {words}, IQ2_XS (2.3 {words}, IQ4_XS: weights alone, Q3_K: weights alone")
+    assert few_bits.described("bfloat16") == "IQ2_S, IQ2_XS, IQ4_XS, Q3_K with bfloat16 activations"
 
 
 def test_halves_undo_neighbours() -> None:
@@ -185,22 +239,17 @@ def test_digest_is_of_stored_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
 def test_scales_that_are_not_finite_are_refused(tmp_path: Path, name: str, scale: float) -> None:
-    tensor = read_gguf(DATA / "types.gguf").tensors[name]
-    content = bytearray(tensor.path.read_bytes())
-    numbers = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-    path = tmp_path / "model.gguf"
-    for place in numbers.get(name, (0,)):
-        at = tensor.offset + tensor.num_bytes - tensor.type.block_bytes + place
-        path.write_bytes(content[:at] + np.float16(scale).tobytes() + content[at + 2 :])
-        read = [rows_of(each, name) for each in (path, tensor.path)]
+    kind, path = next(each for each in TENSOR_TYPES.values() if each.name == name), tmp_path / "tensor"
+    content = random_blocks(Type[name], 3, 512, seed=1)
+    path.write_bytes(content.tobytes())
+    rows = GgufRows(GgufTensor(path, name, kind, (3, 512), 0), (3, 512), None, lambda digest: None)
+    assert whole(rows).isfinite().all()
+    for place in places_of_scales(Type[name]):
+        bad = content.copy()
+        set_scale(bad[2, -kind.block_bytes :], Type[name], place, scale)
+        path.write_bytes(bad.tobytes())
         with pytest.raises(LoaderError, match=f"tensor {name} has scales that are NaN or infinite"):
-            whole(read[0])
-        assert whole(read[1]).isfinite().all()
-
-
-def rows_of(path: Path, name: str) -> GgufRows:
-    tensor = read_gguf(path).tensors[name]
-    return GgufRows(tensor, (tensor.shape[0], tensor.shape[1]), None, lambda digest: None)
+            whole(rows)
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
@@ -270,10 +319,10 @@ def test_tensors_are_checked_before_any_is_read(tmp_path: Path, monkeypatch: pyt
     content = bytearray(path.read_bytes())
     at = content.index(b"blk.2.ffn_down.weight") + len("blk.2.ffn_down.weight") + 20
     assert content[at] == Type.Q4_0
-    content[at] = Type.IQ4_NL  # of the same size
+    content[at] = Type.NVFP4  # of the same size
     path.write_bytes(content)
     monkeypatch.setattr(StoredTensor, "blocks", read)
-    with pytest.raises(LoaderError, match=r"tensor blk\.2\.ffn_down\.weight is IQ4_NL, which is not supported"):
+    with pytest.raises(LoaderError, match=r"tensor blk\.2\.ffn_down\.weight is NVFP4, which is not supported"):
         Model(path)
 
 

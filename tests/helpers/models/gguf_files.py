@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import gguf
 import numpy as np
@@ -27,6 +28,13 @@ ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 
 def all_of(kind: Type) -> Kinds:
     return lambda name: kind
+
+
+def low_bits(name: str) -> Type:
+    """Return the types of a model that has each kind of kernel for few bits; its rows have multiples of 256 columns."""
+    kinds = {"attn_q": Type.Q2_K, "attn_k": Type.IQ4_NL, "attn_v": Type.IQ2_S, "attn_output": Type.MXFP4}
+    kinds |= {"ffn_gate": Type.TQ1_0, "ffn_up": Type.IQ4_XS}
+    return next((kind for part, kind in kinds.items() if f".{part}." in name), Type.Q3_K)
 
 
 def write_gguf(
@@ -66,7 +74,7 @@ def write_gguf(
         _add(writer, key, value)
     for name, values in _tensors(folder, config, architecture):
         kind = Type.F32 if values.ndim == 1 else kinds(name)
-        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
     for name, values in (more_tensors or {}).items():
         writer.add_tensor(name, values)
     for name, factors in _rope_factors(config):
@@ -86,12 +94,61 @@ def dequantized(folder: Path, target: Path, kinds: Kinds) -> Path:
     for name, values in _stored(folder):
         if values.ndim == 2:
             kind = kinds(gguf_name(name, architecture))
-            values = gguf.dequantize(gguf.quantize(values, kind), kind)
+            values = gguf.dequantize(quantized(values, kind), kind)
         tensors[name] = torch.from_numpy(values.copy())
     target.mkdir()
     (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}), encoding="utf-8")
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     return target
+
+
+SCALES = {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,)}
+"""Bytes of a block where its float16 numbers are; of other types at 0, of those in `_TWO` at 2 too. IQ1_M's is in the
+upper four bits of each of its last four words."""
+_TWO = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+
+
+def places_of_scales(kind: Type) -> tuple[int, ...]:
+    return SCALES.get(kind.name, (0, 2) if kind.name in _TWO else (0,))
+
+
+def set_scale(blocks: NDArray[np.uint8], kind: Type, place: int, number: float) -> None:
+    """Set one number of `places_of_scales` in each of the blocks [..., bytes]; of MXFP4 an exponent, 255 for NaN."""
+    bits = int(np.float16(number).view(np.uint16))
+    if kind == Type.MXFP4:
+        blocks[..., 0] = 127 + round(math.log2(number)) if 0 < number < math.inf else 255
+    elif kind == Type.IQ1_M:
+        for index in range(4):
+            blocks[..., 49 + 2 * index] &= 0x0F
+            blocks[..., 49 + 2 * index] |= (bits >> 4 * index & 0xF) << 4
+    else:
+        blocks[..., place], blocks[..., place + 1] = bits & 0xFF, bits >> 8
+
+
+def random_blocks(kind: Type, rows: int, columns: int, seed: int, scale: float = 1.0) -> NDArray[np.uint8]:
+    """Return rows of any bytes but for their scales, [rows, bytes]; those of a second place are half as large again.
+
+    So the numbers of Q2_K have a mean of 0: 1.5 of 3 for a code.
+    """
+    per_block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(seed).integers(0, 256, (rows, columns // per_block, size), np.uint8)
+    for place, factor in zip(places_of_scales(kind), (1.0, 1.5), strict=False):
+        set_scale(blocks, kind, place, scale * factor)
+    return blocks.reshape(rows, -1)
+
+
+def quantized(values: Floats, kind: Type) -> Any:
+    """Return rows in a type; where gguf has no quantizer, any bytes with numbers about as large as a row's."""
+    if kind.name in _BY_GGUF:
+        return gguf.quantize(values, kind)
+    columns = values.shape[1]
+    usual = float(np.abs(gguf.dequantize(random_blocks(kind, 16, columns, seed=0), kind)).mean())
+    return np.concatenate(
+        [random_blocks(kind, 1, columns, crc32(row), float(np.abs(row).mean()) / usual) for row in values]
+    )
+
+
+_BY_GGUF = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "TQ1_0", "TQ2_0")
 
 
 def gguf_name(name: str, architecture: str) -> str:

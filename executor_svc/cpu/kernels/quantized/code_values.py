@@ -17,7 +17,7 @@ _I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatT
 _VI32, _VF32, _VI8, _VF16 = (ir.VectorType(element, LANES) for element in (_I32, _F32, _I8, ir.HalfType()))
 _WORDS = ir.VectorType(_I16, 2 * LANES)
 _HALF_BYTES = LANES * WORD_BYTES
-_LOW_NIBBLES, _LOW_HALF, _HIGH_HALF, _SIGN = 0x000F000F, 0x0000FFFF, 0xFFFF0000, 0x80000000
+_LOW_NIBBLES, _LOW_HALF, _HIGH_HALF = 0x000F000F, 0x0000FFFF, 0xFFFF0000
 _E4M3_BITS, _E4M3_SCALE = 0x87F00000, 2.0**120
 _E8M0_EXCEPTIONS = {0: 0x00400000, 255: 0x7FC00000}
 """2**-127 and NaN, as floats."""
@@ -82,41 +82,42 @@ class CodeValues:
                 builder.bitcast(self.floats(step, half, 2 * index + which, zeros).value, _VI32) for which in (0, 1)
             )
             return builder.or_(builder.lshr(first, _every(16)), builder.and_(second, _every(_HIGH_HALF)))
-        word, place = divmod(index, 4)
-        low = self._shifted(self._low_word(step, half, word), 4 * place)
-        if bits == 4:
+        word, byte, part = self._layout.place_of(2 * index)
+        low_bits = self._layout.low_bits
+        low = self._shifted(self._low_word(step, half, word), 8 * byte + low_bits * part)
+        if not self._layout.high_words:
             if zeros is not None:
                 both = builder.or_(zeros, builder.shl(zeros, _every(16)))
                 codes = builder.bitcast(builder.and_(low, _every(_LOW_NIBBLES)), _WORDS)
                 low = builder.bitcast(builder.sub(codes, builder.bitcast(both, _WORDS)), _VI32)
             return self._look_up_pairs(low)
-        high = self._high_bits(step, half, word, place)
-        mask = _LOW_NIBBLES
+        high = self._high_bits(step, half, word, byte, part)
+        mask = 0x00010001 * (2**low_bits - 1)
         codes = builder.or_(builder.and_(low, _every(mask)), builder.and_(high, _every(mask ^ 0xFFFFFFFF)))
         return self._look_up_pairs(codes)
 
     def floats(self, step: Int, half: int, column: int, zeros: Any) -> Vec:
         """Return the numbers of a column of a step, in 16 lanes."""
         kind, builder = self._kind, self._builder
-        per_word = 4 if kind.bits == 8 else 8
-        word, place = divmod(column, per_word)
-        low = self._low_word(step, half, word)
+        word, byte, part = self._layout.place_of(column)
+        low, low_bits = self._low_word(step, half, word), self._layout.low_bits
         if kind.values == "e4m3":
-            moved = builder.ashr(builder.shl(low, _every(24 - 8 * place)), _every(4))
+            moved = builder.ashr(builder.shl(low, _every(24 - 8 * byte)), _every(4))
             return Vec(self._emit, builder.bitcast(builder.and_(moved, _every(_E4M3_BITS)), _VF32)) * _E4M3_SCALE
         if kind.bits == 8:
-            return self._integers(low, 8 * place, 0xFF, zeros)
-        nibble = place // 2 + 4 * (place % 2)
-        if kind.bits == 4:
+            return self._integers(low, 8 * byte, 0xFF, zeros)
+        shift, mask = 8 * byte + low_bits * part, 2**low_bits - 1
+        if not self._layout.high_words:
             if zeros is None and self._isa.has("avx512f"):
-                return self._look_up(self._shifted(low, 4 * nibble))
-            if kind.values == "e2m1":
-                return self._look_up_e2m1(low, nibble)
-            return self._integers(low, 4 * nibble, 0xF, zeros)
-        high = builder.and_(self._high_bits(step, half, word, nibble), _every((2 ** (kind.bits - 4) - 1) << 4))
-        codes = builder.or_(builder.and_(self._shifted(low, 4 * nibble), _every(0xF)), high)
+                return self._look_up(self._shifted(low, shift))
+            if kind.values != "integer":
+                return self._look_up_in_halves(self._shifted(low, shift))
+            return self._integers(low, shift, mask, zeros)
+        above = (2 ** (kind.bits - low_bits) - 1) << low_bits
+        high = builder.and_(self._high_bits(step, half, word, byte, part), _every(above))
+        codes = builder.or_(builder.and_(self._shifted(low, shift), _every(mask)), high)
         return (
-            self._look_up(codes) if kind.bits == 5 and self._isa.has("avx512f") else self._integers(codes, 0, -1, zeros)
+            self._look_up(codes) if kind.bits <= 5 and self._isa.has("avx512f") else self._integers(codes, 0, -1, zeros)
         )
 
     def _integers(self, word: Any, shift: int, mask: int, zeros: Any) -> Vec:
@@ -135,12 +136,12 @@ class CodeValues:
             return floats.times_plus(2.0**-shift, zero)
         return floats + zero if zeros is not None or self._kind.zero else floats
 
-    def _high_bits(self, step: Int, half: int, word: int, nibble: int) -> Any:
-        """Return high words with a nibble's high bits shifted to bit 4, and those of the nibble 4 up to bit 20."""
+    def _high_bits(self, step: Int, half: int, word: int, byte: int, part: int) -> Any:
+        """Return high words with a code's high bits shifted to where its low bits end, and 16 above the next one's."""
         high_word, shift = self._layout.high_shift(word)
         place = self._layout.high_offset + high_word * WORD_PLANE_BYTES + half * _HALF_BYTES
         words = self._word(step, place)
-        return self._shifted(words, shift + 8 * (nibble // 2) + (self._kind.bits - 4) * (nibble % 2))
+        return self._shifted(words, shift + 8 * byte + (self._kind.bits - self._layout.low_bits) * part)
 
     def _low_word(self, step: Int, half: int, word: int) -> Any:
         return self._word(step, self._layout.low_offset + word * WORD_PLANE_BYTES + half * _HALF_BYTES)
@@ -163,8 +164,9 @@ class CodeValues:
     # ------------------------------------------------------------------ tables
 
     def _look_up(self, codes: Any) -> Vec:
-        """Return the numbers of codes in the low 4 or 5 bits, by AVX-512's permutations."""
+        """Return the numbers of codes in the low 2 to 5 bits, by AVX-512's permutations."""
         table = table_of(self._kind, self._kind.bits)
+        table = table * max(1, LANES // len(table))
         halves = [ir.Constant(_VF32, table[start : start + LANES]) for start in range(0, len(table), LANES)]
         if len(halves) == 1:
             one = self._emit.declare("llvm.x86.avx512.permvar.sf.512", _VF32, [_VF32, _VI32])
@@ -172,28 +174,31 @@ class CodeValues:
         two = self._emit.declare("llvm.x86.avx512.vpermi2var.ps.512", _VF32, [_VF32, _VI32, _VF32])
         return Vec(self._emit, self._builder.call(two, [halves[0], codes, halves[1]]))
 
-    def _look_up_e2m1(self, word: Any, nibble: int) -> Vec:
-        """Return the numbers of codes at a nibble, by AVX2's permutation of the 8 magnitudes."""
+    def _look_up_in_halves(self, codes: Any) -> Vec:
+        """Return the numbers of codes in the low 4 bits, by AVX2's permutations of 8 numbers."""
         builder, eight = self._builder, LANES // 2
         floats, integers = ir.VectorType(_F32, eight), ir.VectorType(_I32, eight)
-        table = ir.Constant(floats, table_of(self._kind, 3))
+        table = table_of(self._kind, 4)
         permute = self._emit.declare("llvm.x86.avx2.permps", floats, [floats, integers])
-        codes = self._shifted(word, 4 * nibble)
         parts = []
         for start in (0, eight):
             lanes = ir.Constant(integers, list(range(start, start + eight)))
-            parts.append(builder.call(permute, [table, builder.shuffle_vector(codes, codes, lanes)]))
-        joined = builder.shuffle_vector(*parts, ir.Constant(_VI32, list(range(LANES))))
-        sign = builder.and_(self._shifted(word, 4 * nibble - 28), _every(_SIGN))
-        return Vec(self._emit, builder.bitcast(builder.or_(builder.bitcast(joined, _VI32), sign), _VF32))
+            own = builder.shuffle_vector(codes, codes, lanes)
+            low, high = (
+                builder.call(permute, [ir.Constant(floats, numbers), own]) for numbers in (table[:eight], table[eight:])
+            )
+            moved = builder.shl(own, ir.Constant(integers, [28] * eight))
+            is_high = builder.icmp_signed("<", moved, ir.Constant(integers, [0] * eight))
+            parts.append(builder.select(is_high, high, low))
+        return Vec(self._emit, builder.shuffle_vector(*parts, ir.Constant(_VI32, list(range(LANES)))))
 
     def _look_up_pairs(self, codes: Any) -> Any:
-        """Return the numbers of pairs of codes of 4 to 6 bits; the bits above 4 and 5 bits' index do not matter."""
+        """Return the numbers of pairs of codes of 2 to 6 bits; the bits above an index of 5 bits do not matter."""
         signed = self._kind.offsets == "zero_point"
         table = (
             [float(each - 32 * (each > 15)) for each in range(32)] if signed else table_of(self._kind, self._kind.bits)
         )
-        table = table * 2 if len(table) == LANES else table
+        table = table * max(1, 2 * LANES // len(table))
         bits = torch.tensor(table, dtype=torch.bfloat16).view(torch.int16).tolist()
         parts = [ir.Constant(_WORDS, bits[start : start + 32]) for start in range(0, len(bits), 32)]
         index = self._builder.bitcast(codes, _WORDS)

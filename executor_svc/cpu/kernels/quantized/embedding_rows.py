@@ -63,20 +63,17 @@ def _codes(emit: Emitter, layout: PackedLayout, words: Int, piece: int) -> Any:
     """Return 16 codes of a row as integers. words: the row's first word, as if the step began with words."""
     bits, builder = layout.kind.bits, emit.builder
     columns = range(piece * LANES, (piece + 1) * LANES)
-    if bits == 8:
-        places = [(column // 4, 8 * (column % 4)) for column in columns]
-        return _fields(emit, words + layout.low_offset, places, 0xFF)
-    nibbles = [column % 8 // 2 + 4 * (column % 2) for column in columns]
-    places = [(column // 8, 4 * nibble) for column, nibble in zip(columns, nibbles, strict=True)]
-    low = _fields(emit, words + layout.low_offset, places, 0xF)
+    low_bits, places = layout.low_bits, [layout.place_of(column) for column in columns]
+    low_places = [(word, 8 * byte + low_bits * part) for word, byte, part in places]
+    low = _fields(emit, words + layout.low_offset, low_places, 2**low_bits - 1)
     if not layout.high_words:
         return low
-    width, high_places = bits - 4, []
-    for column, nibble in zip(columns, nibbles, strict=True):
-        word, shift = layout.high_shift(column // 8)
-        high_places.append((word, shift + 4 + 8 * (nibble // 2) + width * (nibble % 2)))
+    width, high_places = bits - low_bits, []
+    for low_word, byte, part in places:
+        word, shift = layout.high_shift(low_word)
+        high_places.append((word, shift + low_bits + 8 * byte + width * part))
     high = _fields(emit, words + layout.high_offset, high_places, 2**width - 1)
-    return builder.or_(low, builder.shl(high, ir.Constant(_VI32, [4] * LANES)))
+    return builder.or_(low, builder.shl(high, ir.Constant(_VI32, [low_bits] * LANES)))
 
 
 def _fields(emit: Emitter, words: Int, places: list[tuple[int, int]], mask: int) -> Any:
@@ -98,6 +95,8 @@ def _numbers(emit: Emitter, layout: PackedLayout, codes: Any, zeros: Any) -> Vec
     if kind.values == "integer":
         floats = Vec(emit, builder.sitofp(codes, _VF32))
         return floats - (float(kind.zero) if zeros is None else Vec(emit, builder.sitofp(zeros, _VF32)).lane(0))
+    if kind.values == "table":
+        return _looked_up(emit, kind.table, codes)
     bits, place, factor = _SMALL_FLOATS[kind.values]
     magnitude = builder.and_(codes, ir.Constant(_VI32, [2 ** (bits - 1) - 1] * LANES))
     sign = builder.and_(
@@ -105,3 +104,12 @@ def _numbers(emit: Emitter, layout: PackedLayout, codes: Any, zeros: Any) -> Vec
     )
     moved = builder.or_(builder.shl(magnitude, ir.Constant(_VI32, [place] * LANES)), sign)
     return Vec(emit, builder.bitcast(moved, _VF32)) * factor
+
+
+def _looked_up(emit: Emitter, table: tuple[int, ...], codes: Any) -> Vec:
+    """Return the numbers of a table at the places of codes, by one comparison for each."""
+    builder, found = emit.builder, emit.vec(0.0).value
+    for place, number in enumerate(table):
+        here = builder.icmp_signed("==", codes, ir.Constant(_VI32, [place] * LANES))
+        found = builder.select(here, emit.vec(float(number)).value, found)
+    return Vec(emit, found)

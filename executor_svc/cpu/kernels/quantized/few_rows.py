@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec
@@ -63,7 +64,8 @@ def format_key(layout: PackedLayout) -> str:
     """Return the name of a format's code. Formats with the same code have the same name; columns do not matter."""
     kind = layout.kind
     group = "row" if layout.whole_row else kind.group
-    return f"{kind.bits}_{kind.values}_{kind.zero}_{kind.scale}_{kind.super_group}_{kind.offsets}_{group}"
+    values = f"{kind.values}{crc32(repr(kind.table).encode()):08x}" if kind.table else kind.values
+    return f"{kind.bits}_{values}_{kind.zero}_{kind.scale}_{kind.super_group}_{kind.offsets}_{group}"
 
 
 class FewRows:

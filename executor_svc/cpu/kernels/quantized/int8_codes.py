@@ -11,20 +11,25 @@ from executor_svc.cpu.kernels.quantized.layout import WORD_BYTES, WORD_PLANE_BYT
 from executor_svc.cpu.kernels.quantized.vectors import Vectors
 from executor_svc.device.stored_linear import QuantFormat
 
-_E2M1_ZERO = 12
-_E2M1_CODES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-"""Twice the values of e2m1, plus 12."""
-_LOW_MASK, _PAIR_MASK = 0x0F0F0F0F, 0x00FF00FF
+_TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_PAIR_MASK = 0x00FF00FF
+
+
+def _table_of(kind: QuantFormat) -> tuple[int, ...]:
+    """Return the integers of codes, none where the codes are integers."""
+    return _TWICE_E2M1 if kind.values == "e2m1" else kind.table
 
 
 def most_code(kind: QuantFormat) -> int:
     """Return the largest unsigned number that stands for a code."""
-    return max(_E2M1_CODES) if kind.values == "e2m1" else 2**kind.bits - 1
+    table = _table_of(kind)
+    return max(table) - min(table) if table else 2**kind.bits - 1
 
 
 def zero_of(kind: QuantFormat) -> int:
     """Return the unsigned number that stands for 0, in a format without zero points."""
-    return _E2M1_ZERO if kind.values == "e2m1" else kind.zero
+    table = _table_of(kind)
+    return -min(table) if table else kind.zero
 
 
 def byte_kind(kind: QuantFormat) -> Literal["signed", "unsigned"] | None:
@@ -53,6 +58,8 @@ class PanelCodes:
         self._layout = layout
         self._kind = layout.kind
         self._how = how
+        zero = zero_of(layout.kind)
+        self._table = tuple(number + zero for number in _table_of(layout.kind))
 
     def words(self, place: PanelStep, word: int, at: int) -> tuple[Any, Any | None]:
         """Load a word of codes or low bits, and the word that has its high bits."""
@@ -67,19 +74,25 @@ class PanelCodes:
     def codes(self, words: tuple[Any, Any | None], word: int, part: int) -> Any:
         """Return four unsigned codes of each column as bytes, or two as 16-bit integers for `pairs`."""
         vectors, builder = self._vectors, self._builder
-        low, high = words
-        if self._kind.bits == 8:
-            if self._how != "pairs":
-                return low
-            if part:
-                return builder.bitcast(self._shifted_shorts(low), vectors.integers)
-            return vectors.masked(low, 0, _PAIR_MASK)
-        codes = vectors.masked(low, 4 * part, _LOW_MASK)
+        if self._how != "pairs":
+            return self._bytes(words, word, part)
+        codes = self._bytes(words, word, part // 2)
+        if part % 2:
+            return builder.bitcast(self._shifted_shorts(codes), vectors.integers)
+        return vectors.masked(codes, 0, _PAIR_MASK)
+
+    def _bytes(self, words: tuple[Any, Any | None], word: int, part: int) -> Any:
+        """Return the four unsigned codes in a part of each byte."""
+        vectors, (low, high), low_bits = self._vectors, words, self._layout.low_bits
+        if low_bits == 8:
+            return low
+        codes = vectors.masked(low, low_bits * part, 0x01010101 * (2**low_bits - 1))
         if high is not None:
-            width = self._kind.bits - 4
+            width = self._kind.bits - low_bits
             _, shift = self._layout.high_shift(word)
-            codes = builder.or_(codes, vectors.masked(high, shift + width * part, 0x10101010 * (2**width - 1)))
-        return vectors.looked_up(_E2M1_CODES, codes) if self._kind.values == "e2m1" else codes
+            mask = 0x01010101 * ((2**width - 1) << low_bits)
+            codes = self._builder.or_(codes, vectors.masked(high, shift + width * part, mask))
+        return vectors.looked_up(self._table, codes) if self._table else codes
 
     def numbers(self, place: PanelStep, name: str, group: int, at: int) -> Any:
         """Return the scales or minimums of a group as floats."""

@@ -15,9 +15,10 @@ from executor_svc.cpu.kernels.quantized.row_steps import RowSteps
 from executor_svc.cpu.kernels.quantized.vectors import Vectors
 from executor_svc.device.stored_linear import QuantFormat
 
-_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-_BYTES = (0, 1, 2, 3)
-_PAIRS = (0, 2, 1, 3)
+_ORDERS = {2: (0, 2, 1, 3), 4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 1, 2, 3)}
+"""Of the columns of x, as the codes' bytes have them, by the low bits of a code."""
+_ORDERS_IN_PAIRS = {4: (0, 1, 4, 5, 2, 3, 6, 7), 8: (0, 2, 1, 3)}
+"""As the even bytes, then the odd ones have them."""
 
 
 def has_int8(kind: QuantFormat, whole_row: bool) -> bool:
@@ -31,7 +32,7 @@ def row_steps(isa: Isa, layout: PackedLayout, whole_row: bool) -> RowSteps:
     """Return the form of the rows of x that a packed weight multiplies."""
     kind = layout.kind
     how = method(isa, most_code(kind))
-    order = _NIBBLES if kind.bits < 8 else _PAIRS if how == "pairs" else _BYTES
+    order = (_ORDERS_IN_PAIRS if how == "pairs" else _ORDERS)[layout.low_bits]
     sum_of = min(kind.group, STEP)
     if whole_row:
         sum_of = 0 if layout.whole_row else kind.group

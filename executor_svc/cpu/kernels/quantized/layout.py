@@ -15,9 +15,12 @@ Codes are in words of 32 bits, [words][32]:
 - 4 low bits: word w has columns 8w to 8w + 7 as nibbles p0 (lowest) to p7: columns 0, 2, 4, 6, 1, 3, 5, 7 of the eight.
   So (word >> 4i) & 0x000f000f is the pair of columns 2i and 2i + 1 as 16-bit numbers, and (word >> 4h) & 0x0f0f0f0f are
   four bytes: columns 0, 4, 1, 5 for h = 0, and 2, 6, 3, 7 for h = 1.
-- high bits, one word (5 bits) or two (6 bits) per step and row: those of nibble p of word w of the low bits are at bit
-  8 * (p // 2) + width * (2 * (w % words) + p % 2), where width is 1 or 2 bits and words is 4 or 2, of high word
-  w // words. So four bytes of high bits are one shift and one mask away from each word's four bytes (`high_shift`).
+- 2 low bits, of codes of 2 and 3 bits: word w has columns 16w to 16w + 15. (word >> 2h) & 0x03030303 are four bytes:
+  columns 4h, 4h + 2, 4h + 1, 4h + 3. So ((word >> 2h) >> 8b) & 0x00030003 is the pair of columns 4h + 2b, 4h + 2b + 1.
+- high bits, one word (3 and 5 bits) or two (6 bits) per step and row: those of part h of byte b of word w of the low
+  bits are at bit 8 * b + width * (parts * (w % words) + h), where width is 1 or 2 bits, parts is 4 (3 bits) or 2 and
+  words is 2 (3 and 6 bits) or 4, of high word w // words. So four bytes of high bits are one shift and one mask away
+  from each word's four bytes (`high_shift`).
 """
 
 from __future__ import annotations
@@ -121,7 +124,7 @@ class PackedLayout:
     @property
     def high_words(self) -> int:
         """Words of high bits of a row in a step."""
-        return {4: 0, 5: 1, 6: 2, 8: 0}[self.kind.bits]
+        return {2: 0, 3: 1, 4: 0, 5: 1, 6: 2, 8: 0}[self.kind.bits]
 
     @property
     def low_offset(self) -> int:
@@ -129,9 +132,14 @@ class PackedLayout:
         return self.high_offset + self.high_words * WORD_PLANE_BYTES
 
     @property
+    def low_bits(self) -> int:
+        """Bits of a code, without its high bits."""
+        return 8 if self.kind.bits == 8 else 4 if self.kind.bits >= 4 else 2
+
+    @property
     def low_words(self) -> int:
-        """Words of codes of a row in a step, without their high bits."""
-        return 8 if self.kind.bits == 8 else 4
+        """Words of codes of a row in a step, without their high bits: 32 codes of `low_bits` have as many."""
+        return self.low_bits
 
     @property
     def step_bytes(self) -> int:
@@ -146,14 +154,26 @@ class PackedLayout:
         return self.num_blocks * self.block_bytes
 
     def high_shift(self, word: int) -> tuple[int, int]:
-        """Return the high word with the high bits of a word of low bits, and the shift to the right by which they are
-        in the place of the nibbles p0, p2, p4 and p6 of that word shifted by 4 to the left; negative: to the left.
+        """Return the high word with the high bits of a word of low bits, and the shift to the right by which those of
+        the first part of each byte are above its low bits; negative: to the left.
 
-        Those of p1, p3, p5 and p7 are one width of bits further.
+        Those of the next part are one width of bits further.
         """
-        width = self.kind.bits - 4
-        words = 4 // self.high_words
-        return word // words, width * 2 * (word % words) - 4
+        width = self.kind.bits - self.low_bits
+        words = self.low_words // self.high_words
+        return word // words, width * (8 // self.low_bits) * (word % words) - self.low_bits
+
+    def place_of(self, column: int) -> tuple[int, int, int]:
+        """Return the word with a column's code, or its low bits; their byte; the part of that byte.
+
+        Of an odd column the byte is two further than that of the even one before it; all else is equal.
+        """
+        word, place = divmod(column, 32 // self.low_bits)
+        if self.low_bits == 8:
+            return word, place, 0
+        if self.low_bits == 4:
+            return word, *divmod(place // 2 + 4 * (place % 2), 2)
+        return word, (0, 2, 1, 3)[place % 4], place // 4
 
 
 def is_supported(kind: QuantFormat, columns: int) -> bool:
@@ -166,5 +186,5 @@ def is_supported(kind: QuantFormat, columns: int) -> bool:
     if kind.scale == "e8m0" and (supers is not None or kind.offsets == "minimum"):
         return False
     if kind.values != "integer":
-        return kind.offsets == "none" and kind.bits == {"e2m1": 4, "e4m3": 8}[kind.values]
+        return kind.offsets == "none" and kind.bits == (8 if kind.values == "e4m3" else 4)
     return kind.bits in (4, 8) or kind.offsets != "zero_point"

@@ -126,6 +126,9 @@ def _pack_words(emit: Emitter, bits: int, codes: Int, target: Int) -> None:
             number.align = 1
             builder.store(number, emit.pointer(target + word * WORD_PLANE_BYTES, _I32)).align = WORD_BYTES
         return
+    if bits < 4:
+        _pack_quarters(emit, bits, codes, target)
+        return
     width = bits - 4
     low_words, high_words = STEP // 8, width
     words = low_words // high_words if high_words else low_words
@@ -143,6 +146,25 @@ def _pack_words(emit: Emitter, bits: int, codes: Int, target: Int) -> None:
             high[word // words] = builder.or_(high[word // words], moved)
     for index, number in enumerate(high):
         builder.store(number, emit.pointer(target + index * WORD_PLANE_BYTES, _I32)).align = WORD_BYTES
+
+
+def _pack_quarters(emit: Emitter, bits: int, codes: Int, target: Int) -> None:
+    """Emit: write the words of 32 codes of 2 or 3 bits of one row."""
+    builder, high, words = emit.builder, _I32(0), []
+    for word in range(2):
+        low = _I32(0)
+        for part in range(4):
+            four = builder.load(emit.pointer(codes + (word * 16 + part * 4), _I32))
+            four.align = 1
+            low = builder.or_(low, builder.shl(builder.and_(four, _I32(0x03030303)), _I32(2 * part)))
+            more = builder.and_(builder.lshr(four, _I32(2)), _I32(0x01010101))
+            high = builder.or_(high, builder.shl(more, _I32(4 * word + part)))
+        words.append(low)
+    for index, number in enumerate([high, *words] if bits == 3 else words):
+        up = builder.shl(builder.and_(number, _I32(0x0000FF00)), _I32(8))
+        down = builder.and_(builder.lshr(number, _I32(8)), _I32(0x0000FF00))
+        ordered = builder.or_(builder.and_(number, _I32(0xFF0000FF)), builder.or_(up, down))
+        builder.store(ordered, emit.pointer(target + index * WORD_PLANE_BYTES, _I32)).align = WORD_BYTES
 
 
 def _nibbles(builder: ir.IRBuilder, eight: ir.Value) -> ir.Value:

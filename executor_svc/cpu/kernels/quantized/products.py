@@ -26,9 +26,9 @@ _TOTALS = ROWS_AT_ONCE * TOTALS_BYTES
 
 def most_few_rows(code: Code, layout: PackedLayout, dtype: Dtype) -> int:
     """Return the most rows for which codes become numbers in registers; for more, they do in the cache."""
-    if layout.kind.bits in (5, 6):
+    if layout.high_words:
         return _MOST_FEW_OF_TWO_PLANES
-    return _MOST_FEW_BY_TABLE if has_pairs(code.isa, dtype) and layout.kind.bits == 4 else _MOST_FEW
+    return _MOST_FEW_BY_TABLE if has_pairs(code.isa, dtype) and layout.kind.bits in (2, 4) else _MOST_FEW
 
 
 def scratch_bytes(code: Code, layout: PackedLayout, dtype: Dtype) -> int:

@@ -7,6 +7,7 @@ steps, each with its 64 rows side by side:
 - codes of 4 bits, or the low 4 bits of 5 and 6: [T, S, 64, HALF] bytes. Byte j of a step has column j in its low bits,
   column HALF + j in its high ones: the halves are multiplied one after the other, and no number changes its thread.
 - codes of 8 bits: [T, 2 S, 64, HALF] bytes.
+- codes of 2 and 3 bits are stored as those of 4 bits, and the integers of a table as codes of 8 bits (`stored_as`).
 - high, of codes of 5 and 6 bits: [T, S, 64, B] bytes, B = step * (bits - 4) / 8. Column c is in byte c % B, from bit
   (bits - 4) * (c // B) on.
 - numbers: [T, spans, 64, groups in a half, 2 halves, tables]: scales, and with a second table minimums. One pair of
@@ -20,7 +21,7 @@ pieces of 4 bytes or more can be copied to shared memory ahead of their use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from executor_svc.device.stored_linear import QuantBlock, QuantFormat
 TILE = 64
 """Rows of the weight."""
 _WIDE_GROUP = 128
+_BYTE_ZERO = 128
 _ONE_SPAN = 1 << 30
 """Steps of a span where a row has one."""
 PLANES = ("codes", "high", "numbers", "zeros", "above")
@@ -142,16 +144,27 @@ def is_supported(kind: QuantFormat, columns: int) -> bool:
         return False
     if kind.scale == "e8m0" and (supers is not None or kind.offsets == "minimum"):
         return False
-    return kind.values == "integer" or (kind.offsets == "none" and kind.bits == {"e2m1": 4, "e4m3": 8}[kind.values])
+    if kind.values == "integer":
+        return True
+    return kind.offsets == "none" and kind.bits == (8 if kind.values == "e4m3" else 4)
+
+
+def stored_as(kind: QuantFormat) -> QuantFormat:
+    """Return the format with the same numbers that the planes have."""
+    if kind.values == "table":
+        return replace(kind, bits=8, values="integer", zero=_BYTE_ZERO, table=())
+    return replace(kind, bits=4) if kind.bits < 4 else kind
 
 
 class FewBitsWeight:
     """A weight [rows, columns] in its planes."""
 
     def __init__(self, kind: QuantFormat, rows: int, columns: int, device: torch.device) -> None:
-        """Reserve memory; `write` fills it."""
+        """Reserve memory; `write` fills it with blocks of the format `kind`."""
         self.rows, self.columns = rows, columns
-        self.layout = FewBitsLayout(kind, columns)
+        self.layout = FewBitsLayout(stored_as(kind), columns)
+        table = torch.tensor(kind.table, device=device) + _BYTE_ZERO
+        self._table = table.to(torch.uint8) if kind.table else None
         shapes = self.layout.plane_shapes(rows)
         self._device = device
         self._planes = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes.items()}
@@ -177,6 +190,7 @@ class FewBitsWeight:
         """Return a block's rows of each plane."""
         layout, kind = self.layout, self.layout.kind
         codes = block.codes.to(self._device)
+        codes = codes if self._table is None else self._table[codes.int()]
         codes = functional.pad(codes, (0, 2 * layout.half * layout.steps - self.columns))
         found = {"codes": packed_codes(codes, layout)}
         if layout.high_bytes:

@@ -23,7 +23,7 @@ from executor_svc.device.interface import is_interpreted
 from executor_svc.device.stored_linear import QuantFormat
 from executor_svc.gpu.kernels.few_bits.assembly import assembly_of, center_of
 from executor_svc.gpu.kernels.few_bits.few_rows import linear_few_rows
-from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsLayout, FewBitsWeight, plane_arguments
+from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsLayout, FewBitsWeight, plane_arguments, stored_as
 from executor_svc.gpu.kernels.few_bits.numbers import weight_of_step
 from executor_svc.gpu.kernels.splits import sum_splits
 from executor_svc.gpu.kernels.variant import Variant
@@ -227,6 +227,10 @@ _RARE = (
     QuantFormat("w4a16", 4, 32, offsets="zero_point", scale="bfloat16"),
     QuantFormat("fp8_rows", 8, _COLUMNS, values="e4m3", scale="float32"),
     QuantFormat("mxfp4", 4, 32, values="e2m1", scale="e8m0"),
+    stored_as(QuantFormat("Q2_K", 2, 16, super_group=256, offsets="minimum")),
+    stored_as(QuantFormat("Q3_K", 3, 16, zero=4, super_group=256)),
+    stored_as(QuantFormat("IQ4_XS", 4, 32, "table", super_group=256, table=(0,) * 16)),
+    stored_as(QuantFormat("IQ2_S", 4, 16, "table", scale="float32", super_group=256, table=(0,) * 16)),
 )
 
 

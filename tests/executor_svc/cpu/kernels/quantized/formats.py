@@ -12,6 +12,8 @@ Q8_0 = QuantFormat("Q8_0", 8, 32, zero=128)
 Q4_K = QuantFormat("Q4_K", 4, 32, super_group=256, offsets="minimum")
 Q6_K = QuantFormat("Q6_K", 6, 16, zero=32, super_group=256)
 INT8_ROWS = "int8 rows"
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_SIGNED = (8, 25, 43, 0, 0, 0, 0, 0, -8, -25, -43, 0, 0, 0, 0, 0)
 _FIXED = {
     "Q4_0": Q4_0,
     "Q4_1": QuantFormat("Q4_1", 4, 32, offsets="minimum"),
@@ -21,6 +23,12 @@ _FIXED = {
     "Q4_K": Q4_K,
     "Q5_K": QuantFormat("Q5_K", 5, 32, super_group=256, offsets="minimum"),
     "Q6_K": Q6_K,
+    "Q2_K": QuantFormat("Q2_K", 2, 16, super_group=256, offsets="minimum"),
+    "Q3_K": QuantFormat("Q3_K", 3, 16, zero=4, super_group=256),
+    "TQ2_0": QuantFormat("TQ2_0", 2, 256, zero=1),
+    "IQ4_NL": QuantFormat("IQ4_NL", 4, 32, values="table", table=_IQ4),
+    "IQ4_XS": QuantFormat("IQ4_XS", 4, 32, values="table", table=_IQ4, super_group=256),
+    "IQ2_S": QuantFormat("IQ2_S", 4, 16, values="table", table=_SIGNED, super_group=256, scale="float32"),
     "gptq 4": QuantFormat("gptq 4", 4, 128, offsets="zero_point"),
     "gptq 8": QuantFormat("gptq 8", 8, 64, offsets="zero_point", scale="bfloat16"),
     "int4 by 16": QuantFormat("int4 by 16", 4, 16, zero=8, scale="bfloat16"),

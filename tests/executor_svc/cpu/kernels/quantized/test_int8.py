@@ -17,6 +17,7 @@ from executor_svc.cpu.stored_linear import CpuStoredLinear, QuantizedActivations
 from executor_svc.device import int8_reference
 from executor_svc.device.dequantize import dequantize
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows, StoredLinear
+from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.processors import ISAS
 from tests.executor_svc.cpu.kernels.quantized.formats import FORMATS, INT8_ROWS, Q4_0, Q4_K, Q6_K, Q8_0, format_of
@@ -29,7 +30,7 @@ OUT = 75
 ROWS = (1, 2, 3, 5, 6, 7, 11, 13, 16, 23, 40, 97)
 """All heights of tiles, whole and partial tiles of AMX, and more than one item's."""
 NAMES = tuple(name for name in FORMATS if not name.startswith("fp8"))
-_FEW = {"Q4_0", "Q6_K", "Q8_0", "mxfp4", INT8_ROWS, "gptq 4"}
+_FEW = {"Q4_0", "IQ4_NL", "Q6_K", "Q8_0", "mxfp4", INT8_ROWS, "gptq 4"}
 """Formats on the levels whose kernels are made of pieces of the other two's: avx512 and avx-vnni."""
 WHOLE_ROWS = (INT8_ROWS, "int4 rows", "gptq 4", "Q4_1", "mxfp4")
 """Formats with several groups, too: their integer sums end with a group."""
@@ -53,11 +54,11 @@ LEVELS = _isas()
 
 
 SHORT: dict[str, tuple[str, ...]] = {
-    "avx2": ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "mxfp4", INT8_ROWS, "int4 rows"),
+    "avx2": ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q2_K", "IQ4_NL", "mxfp4", INT8_ROWS, "int4 rows"),
     "avx-vnni": ("Q8_0", "gptq 4"),
     "avx512": ("Q4_0", "gptq 4", INT8_ROWS),
-    "avx512-vnni": ("Q4_1", "Q5_0", "Q6_K", "gptq 8", "int4 by 16", "mxfp4", INT8_ROWS),
-    "amx": ("Q4_K", "Q5_1", "Q8_0", "gptq 4", INT8_ROWS, "int4 rows"),
+    "avx512-vnni": ("Q4_1", "Q5_0", "Q6_K", "Q3_K", "IQ2_S", "gptq 8", "int4 by 16", "mxfp4", INT8_ROWS),
+    "amx": ("Q4_K", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "IQ4_XS", "gptq 4", INT8_ROWS, "int4 rows"),
 }
 """Formats by level in `make test`, where all of these levels are: vectors of each width unpack each kind of code, and
 each level multiplies several."""
@@ -140,6 +141,16 @@ def test_every_number_of_rows_has_the_bits_of_the_reference(kernels: CpuKernels,
         assert same(linear(x), wanted.bfloat16())
         wide = randn(6, ROWS[-1], inner)
         assert same(made(kernels, F32, BlockRows(kind, block))(wide), expected(wide, block, kind))
+
+
+@pytest.mark.parametrize("name", short_and_long(BLOCK_TYPES, ("TQ1_0", "IQ3_XXS", "IQ1_M")))
+def test_types_of_gguf_have_the_bits_of_the_reference(name: str) -> None:
+    kind = BLOCK_TYPES[name].format
+    block = any_block(kind, 40, 512, 23)
+    x = randn(24, 17, 512).bfloat16()
+    linear, wanted = made(CpuKernels(isa=LEVELS[ENDS[1]]), BF16, BlockRows(kind, block)), expected(x, block, kind)
+    for count in (1, 17):
+        assert same(linear(x[:count], F32), wanted[:count].bfloat16().float())
 
 
 @pytest.mark.parametrize(("kernels", "name"), cases(WHOLE_ROWS), indirect=["kernels"])

@@ -22,6 +22,7 @@ from tests.helpers.marks import short_and_long
 WITH_MINIMUMS = QuantFormat("8 bits with minimums", 8, 32, offsets="minimum")
 CASES = (
     *((name, False) for name in ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "gptq 4", "mxfp4", INT8_ROWS, "8 bits")),
+    *((name, False) for name in ("Q2_K", "Q3_K", "IQ4_NL")),
     *((name, True) for name in ("Q4_0", "gptq 4", INT8_ROWS, "int4 rows")),
 )
 """Formats, and whether a row of x has one scale."""

@@ -34,12 +34,14 @@ from tests.helpers.marks import short_and_long
 
 F32, BF16 = torch.float32, torch.bfloat16
 OUT = 75
-_OTHERS_ON_AVX512 = {"Q4_0", "Q5_1", "mxfp4"}
+_OTHERS_ON_AVX512 = {"Q4_0", "Q5_1", "mxfp4", "Q2_K", "Q3_K", "IQ4_NL"}
 """Formats whose codes become numbers by a permutation there."""
 SHORT: dict[str, tuple[str, ...]] = {
-    "avx2": ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "gptq 4", "mxfp4", INT8_ROWS),
+    "avx2": ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "Q3_K", "IQ4_NL", "gptq 4", "mxfp4", INT8_ROWS),
     "avx512": ("Q5_1",),
-    "avx512-bf16": ("Q4_0", "Q4_K", "Q6_K", "gptq 8", "int4 by 16", "fp8 blocks", "mxfp4", "int4 rows"),
+    "avx512-bf16": (
+        *("Q4_0", "Q4_K", "Q6_K", "Q2_K", "Q3_K", "IQ2_S", "gptq 8", "int4 by 16", "fp8 blocks", "mxfp4", "int4 rows"),
+    ),
 }
 """Formats by level in `make test`, where all of these levels are: each once, and each kind of code on both widths."""
 ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 48, 49, 96, 97)

@@ -50,7 +50,7 @@ Its options are under [HTTP](options.md#http). `docker compose up` serves it at 
 | `GET /health` | 200 while requests are served, else 503; needs no key |
 | `GET /version` | Cadenza's version; needs no key |
 | `GET /openapi.json` | these paths and their fields, as OpenAPI 3.1; needs no key |
-| `GET /metrics`, also `HEAD` | the gateway's metrics, the scheduler's below them ([metrics](metrics.md)); [keys](#keys) |
+| `GET /metrics`, `HEAD` too | the gateway's metrics, then the scheduler's ([metrics](metrics.md)); [keys](#keys) |
 | `POST /v1/embeddings` | refused with 400: the served model generates |
 
 ## Keys

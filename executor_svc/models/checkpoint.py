@@ -1,4 +1,4 @@
-"""A model's tensors: from the files of its folder, or random numbers of a seed."""
+"""A model's tensors, from the files of its folder."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,21 +16,19 @@ from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError, find_weights
+from executor_svc.models.parallel.part_of_file import PartOfFile
 from executor_svc.models.parallel.part_tensors import Cut, PartTensors, is_same_format
 from executor_svc.models.parallel.split import Part
 from executor_svc.models.quantized.method import Quantization
 from executor_svc.models.quantized.rows import LazyRows
-from executor_svc.models.safetensors_file import StoredTensor, tensors_of
+from executor_svc.models.safetensors_file import StoredTensor, is_same_content, tensors_of
+from executor_svc.models.spec import HEAD, TABLE
+from executor_svc.models.stored_names import decoder_names
 
 _log = logging.getLogger(__name__)
 
-_DUMMY_STD = 0.02
 _BLOCK_BYTES = 1 << 22
 """Of a tensor's rows that are converted at a time."""
-
-_DRAWN_TOGETHER = 16
-_DRAWN = 4096 * _DRAWN_TOGETHER
-"""Numbers of dummy weights that are drawn at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +82,20 @@ class Weights:
         self._check(name, shape)
         return NamedWeight(self, name, shape)
 
+    def holds(self, name: str) -> bool:
+        """Return whether there is a tensor of this name."""
+        return True
+
+    def is_tied(self) -> bool:
+        """Return whether the head is the table of embeddings: it is not stored, or as a copy of the same numbers.
+
+        Asked where config.json says that the two are tied. It reads both as far as they are equal.
+        """
+        return True
+
+    def share_ends(self) -> None:
+        """Read the table of embeddings of a tied model from its head, where that is stored in its place."""
+
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `models.base.WeightSource`; sources of weights in few bits override it."""
         return self.open(f"{prefix}.weight", shape)
@@ -126,87 +136,37 @@ class Weights:
         return hashlib.sha256(b"".join(self._hashes[name] for name in sorted(self._hashes))).digest()
 
 
-class DummyWeights(Weights):
-    """Random weights that depend only on seed and tensor name; norms are 1, biases are as small as the others.
-
-    A GPU draws its weights in its own memory: they differ from the CPU's, and possibly from another GPU's. The digest
-    is then over seed, names, shapes and dtype, not over their bytes.
-    """
-
-    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype, device)
-        self._seed = seed
-
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor in the model's dtype; on a GPU it needs no other memory."""
-        if self._torch_device.type == "cpu":
-            return super().get(name, shape)
-        tensor = self.draw(name, shape, self._torch_device)
-        source = f"{name} {list(shape)} {self._dtype} seed {self._seed} {self._torch_device.type}"
-        self._hashes[name] = hashlib.sha256(source.encode()).digest()
-        self._counts[name] = tensor.numel()
-        return tensor
-
-    def draw(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the tensor, drawn in place on a device, in the model's dtype."""
-        tensor = torch.empty(shape, dtype=self._dtype, device=device)
-        if "norm" in name:
-            return tensor.fill_(1.0)
-        return tensor.normal_(0.0, _DUMMY_STD, generator=self._generator(name, device))
-
-    def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
-        if "norm" in name:
-            yield from torch.ones(shape).split(rows)
-            return
-        block = torch.empty(min(rows, shape[0]), *shape[1:])
-        flat, filled = block.view(-1), 0
-        for drawn in _draw(math.prod(shape), self._generator(name, torch.device("cpu"))):
-            rest = drawn.mul_(_DUMMY_STD)
-            while rest.numel():
-                part = rest[: flat.numel() - filled]
-                flat[filled : filled + part.numel()] = part
-                rest, filled = rest[part.numel() :], filled + part.numel()
-                if filled == flat.numel():
-                    yield block
-                    filled = 0
-        if filled:
-            yield flat[:filled].view(-1, *shape[1:])
-
-    def _generator(self, name: str, device: torch.device) -> torch.Generator:
-        seed = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:8], "little") >> 1
-        return torch.Generator(device).manual_seed(seed)
-
-
-def _draw(count: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield `count` normal numbers in fp32, those of one draw of them all, in memory that is used again.
-
-    PyTorch draws 16 at a time, and the last 16 of a draw again if they are not whole: so a piece has a multiple of 16,
-    and the last one 16 or more if there are as many.
-    """
-    buffer = torch.empty(min(count, _DRAWN + _DRAWN_TOGETHER))
-    ends = [*range(_DRAWN, count - _DRAWN_TOGETHER + 1, _DRAWN), count]
-    for start, end in pairwise([0, *ends]):
-        yield buffer[: end - start].normal_(generator=generator)
-
-
 class SafetensorsWeights(Weights):
     """Tensors of a folder's safetensors files, single or sharded, read block by block."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization | None = None,
+        of_decoder: bool = False,
     ) -> None:
-        """quantization: of the linears that the files hold in few bits."""
+        """quantization: of the linears that the files hold in few bits.
+
+        of_decoder: whether tensors are called as in a decoder, whatever stands before these names in the files.
+        """
         super().__init__(dtype, device)
         self._folder = folder
         self._quantization = quantization
         self._skipped: set[str] = set()
         self._headers: dict[Path, dict[str, StoredTensor]] = {}
-        self._file_of = self._tensor_files()
+        files = self._tensor_files()
+        names = decoder_names(files) if of_decoder else dict(zip(files, files, strict=True))
+        self._places = {name: (files[stored], stored) for name, stored in names.items()}
+        """File and stored name of each tensor."""
 
     def _tensor_files(self) -> dict[str, Path]:
-        """Return the file of each tensor, from a sharded checkpoint's index or from the single file."""
+        """Return the file of each tensor; of a sharded checkpoint also of those that its index forgets."""
         found = find_weights(self._folder)
-        return found if isinstance(found, dict) else dict.fromkeys(self._header(found), found)
+        if not isinstance(found, dict):
+            return dict.fromkeys(self._header(found), found)
+        return {name: path for path in dict.fromkeys(found.values()) for name in self._header(path)} | found
 
     def _header(self, path: Path) -> dict[str, StoredTensor]:
         if path not in self._headers:
@@ -215,17 +175,44 @@ class SafetensorsWeights(Weights):
 
     def _stored(self, name: str) -> StoredTensor:
         """Return a tensor that the folder's index names; raises LoaderError if its file lacks it."""
-        path = self._file_of[name]
-        stored = self._header(path).get(name)
+        path, stored_name = self._places[name]
+        stored = self._header(path).get(stored_name)
         if stored is None:
-            raise LoaderError(f"{path}: tensor {name} cannot be read: the file does not hold it")
+            raise LoaderError(f"{path}: tensor {stored_name} cannot be read: the file does not hold it")
         return stored
+
+    def holds(self, name: str) -> bool:
+        """As in `Weights`."""
+        return name in self._places
+
+    def is_tied(self) -> bool:
+        """As in `Weights`; in few bits, all of their tensors are compared as they are stored."""
+        head, table = self._parts(HEAD), self._parts(TABLE)
+        if not head or not table:
+            return True
+        return head.keys() == table.keys() and all(
+            is_same_content(head[kind], table[kind], self._dtype if head.keys() == {"weight"} else None)
+            for kind in head
+        )
+
+    def share_ends(self) -> None:
+        """As in `Weights`."""
+        if not self._parts(TABLE):
+            names = {f"{TABLE}.{kind}": f"{HEAD}.{kind}" for kind in self._parts(HEAD)}
+            self._places |= {table: self._places[head] for table, head in names.items()}
+            self._skipped |= set(names.values())
+
+    def _parts(self, module: str) -> dict[str, StoredTensor]:
+        """Return the tensors of a module by the last part of their names, its bias left out."""
+        names = (name for name in self._places if name.startswith(f"{module}."))
+        parts = {name.removeprefix(f"{module}."): self._stored(name) for name in names}
+        return {kind: stored for kind, stored in parts.items() if kind != "bias"}
 
     def least_bytes(self, num_elements: int, prefix: str = "") -> int:
         """As in `Weights`; of linears in few bits: all tensors as they are stored, dense ones in the model's dtype."""
         if self._quantization is None:
             return super().least_bytes(num_elements, prefix)
-        return sum(self._held_bytes(self._stored(name)) for name in self._file_of if name.startswith(prefix))
+        return sum(self._held_bytes(self._stored(name)) for name in self._places if name.startswith(prefix))
 
     def _held_bytes(self, stored: StoredTensor) -> int:
         dtype = stored.dtype or torch.uint8
@@ -278,7 +265,7 @@ class SafetensorsWeights(Weights):
     def cut_blocks(self, name: str, cut: Cut, rows: int, elements: int) -> Iterator[Tensor]:
         """As in `parallel.part_tensors.CutReader`."""
         stored = self.require(name)
-        content = _raw_content(stored, f" {cut}" if cut.ranges else "")
+        content = _raw_content(name, stored, f" {cut}" if cut.ranges else "")
         for block in cut.blocks(stored, rows):
             content.update(block)
             yield block
@@ -286,16 +273,16 @@ class SafetensorsWeights(Weights):
 
     def find(self, name: str) -> StoredTensor | None:
         """As in `quantized.tensors.CheckpointTensors`, like the following methods."""
-        return self._stored(name) if name in self._file_of else None
+        return self._stored(name) if name in self._places else None
 
     def require(self, name: str) -> StoredTensor:
-        if name not in self._file_of:
+        if name not in self._places:
             raise LoaderError(f"model folder {self._folder}: tensor {name} is missing")
         return self._stored(name)
 
     def raw_blocks(self, name: str, rows: int, elements: int = 0) -> Iterator[Tensor]:
         stored = self.require(name)
-        content = _raw_content(stored)
+        content = _raw_content(name, stored)
         for block in stored.blocks(rows):
             content.update(block)
             yield block
@@ -303,7 +290,7 @@ class SafetensorsWeights(Weights):
 
     def raw(self, name: str, elements: int = 0) -> Tensor:
         stored = self.require(name)
-        whole, content = stored.whole(), _raw_content(stored)
+        whole, content = stored.whole(), _raw_content(name, stored)
         content.update(whole)
         self._hashes[name], self._counts[name] = content.digest(), elements
         return whole
@@ -327,7 +314,7 @@ class SafetensorsWeights(Weights):
 
     def get_scales(self, name: str, count: int) -> Tensor | None:
         """As in `Weights`; scales are never rounded to the model's dtype."""
-        if name not in self._file_of:
+        if name not in self._places:
             return None
         stored = self._stored(name)
         if math.prod(stored.shape) != 1 and stored.shape not in ((count,), (count, 1, 1)):
@@ -346,7 +333,7 @@ class SafetensorsWeights(Weights):
     def check_all_used(self, ignored: Callable[[str], bool]) -> None:
         """Raise LoaderError if the files hold tensors that the model has not read: they are of another model."""
         known = self._hashes.keys() | self._skipped
-        unused = sorted(name for name in self._file_of if name not in known and not ignored(name))
+        unused = sorted(stored for name, (_, stored) in self._places.items() if name not in known and not ignored(name))
         if unused:
             shown = ", ".join(unused[:3]) + (", …" if len(unused) > 3 else "")
             raise LoaderError(
@@ -354,41 +341,5 @@ class SafetensorsWeights(Weights):
             )
 
 
-def _raw_content(stored: StoredTensor, part: str = "") -> ContentDigest:
-    return ContentDigest(f"{stored.name} {list(stored.shape)} {stored.stored_as}{part}")
-
-
-class PartReader(Protocol):
-    """A source that reads parts of dense tensors, and nothing else of them."""
-
-    def part_blocks(self, name: str, shape: tuple[int, ...], part: Part, rows: int) -> Iterator[Tensor]:
-        """Yield a part of a tensor of this shape in the model's dtype, `rows` rows at a time."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PartOfFile:
-    """Implements `models.base.StoredWeight`: some rows or columns of a tensor of a file."""
-
-    source: PartReader
-    name: str
-    whole_shape: tuple[int, ...]
-    part: Part
-    dtype: torch.dtype
-    torch_device: torch.device
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.part.shape_of(self.whole_shape)
-
-    def blocks(self, rows: int) -> Iterator[Tensor]:
-        """As in `StoredWeight`: blocks of `rows` rows, the last one perhaps smaller."""
-        return self.source.part_blocks(self.name, self.whole_shape, self.part, rows)
-
-    def whole(self) -> Tensor:
-        """As in `StoredWeight`."""
-        whole, first = torch.empty(self.shape, dtype=self.dtype), 0
-        for block in self.blocks(max(1, whole.shape[0])):
-            whole[first : first + len(block)] = block
-            first += len(block)
-        return whole.to(self.torch_device)
+def _raw_content(name: str, stored: StoredTensor, part: str = "") -> ContentDigest:
+    return ContentDigest(f"{name} {list(stored.shape)} {stored.stored_as}{part}")

@@ -12,7 +12,7 @@ from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.kv_scales import SCALES
 from executor_svc.models.layers.rope import make_rotary
-from executor_svc.models.spec import DecoderSpec, LayerSpec
+from executor_svc.models.spec import HEAD, DecoderSpec, LayerSpec
 
 
 class Decoder:
@@ -140,8 +140,9 @@ def attention_shape(spec: DecoderSpec, layer: LayerSpec, kernels: Kernels) -> At
 
 def is_ignored(name: str, spec: DecoderSpec) -> bool:
     """Return whether a tensor is one that checkpoints may hold and the model does not need."""
-    head = ("lm_head.weight",) if spec.tied else ()
-    endings = ("rotary_emb.inv_freq", *head, *(f".self_attn{ending}" for ending in SCALES))
+    endings = ("rotary_emb.inv_freq", *(f".self_attn{ending}" for ending in SCALES))
+    if spec.tied and name.startswith(f"{HEAD}.") and not name.endswith(".bias"):  # a copy of the table
+        return True
     return name.endswith(endings) or name.startswith(tuple(map(mtp_prefix, range(spec.num_mtp_layers))))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from executor_svc.device.kernels import Embedding, KVScales, Linear
 from executor_svc.device.ranks import RankKernels
 from executor_svc.models.adapters.places import AdaptingBuilder, ModelAdapters
 from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
-from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights, Weights
+from executor_svc.models.checkpoint import SafetensorsWeights, Weights
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.decoder_weights import DecoderWeights
+from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
 from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.tensor_names import TensorNames
@@ -31,7 +32,7 @@ from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
 from executor_svc.models.registry import ARCHITECTURES, own_architecture
-from executor_svc.models.spec import DecoderSpec, linear_shapes
+from executor_svc.models.spec import DecoderSpec, bias_names, linear_shapes
 
 _log = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str | None:
-        """The first of the names with code in Cadenza."""
-        return own_architecture(self.names)
+        """The first of the names with code in Cadenza; without names, that of the model type."""
+        return own_architecture(self.names, self.content.get("model_type"))
 
     def read_spec(self) -> DecoderSpec:
         """Return the structure of an architecture with code in Cadenza; raises LoaderError naming the field."""
@@ -83,6 +84,45 @@ def open_checkpoint(model: str, with_weights: bool) -> Checkpoint:
         return Checkpoint(gguf.paths[0], config_content(gguf, lambda name: read_vector(gguf, name)), gguf)
     except GgufError as error:
         raise LoaderError(f"--model {model}: {error}") from None
+
+
+def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
+    """Return the structure as the files have it: whether the head is the table of embeddings, and which biases are 0.
+
+    A head of its own, with other numbers than the table's, is used whatever config.json says, as in transformers. A
+    bias that config.json names and the files lack is 0; of a folder, if no layer has it and others of its kind are
+    there. The device's dtype is set. Raises LoaderError.
+    """
+    try:
+        weights = _weights(config, device, checkpoint, spec)
+        if spec.tied and not weights.is_tied():
+            _log.warning(
+                "%s: tie_word_embeddings is true, and the checkpoint has a head of its own with other numbers than "
+                "the embeddings: the stored head is used",
+                _place(checkpoint.folder),
+            )
+            spec = replace(spec, tied=False)
+        elif isinstance(weights, GgufWeights) and weights.is_tied():
+            spec = replace(spec, tied=True)  # its metadata do not say so: the head may be a copy
+        return replace(spec, absent_biases=_absent_biases(weights, checkpoint, spec))
+    except GgufError as error:
+        raise LoaderError(f"--model {config.model}: {error}") from None
+
+
+def _absent_biases(weights: Weights, checkpoint: Checkpoint, spec: DecoderSpec) -> frozenset[str]:
+    found: set[str] = set()
+    for kinds in bias_names(spec):
+        missing = {kind[0]: [name for name in kind if not weights.holds(name)] for kind in kinds}
+        if checkpoint.gguf is not None:  # as llama.cpp does
+            found.update(*missing.values())
+            continue
+        lacking = [names for names in missing.values() if len(names) == spec.num_layers]
+        if len(lacking) == len(kinds):
+            continue  # the first to be read is named as missing
+        for names in lacking:
+            _log.warning("%s: no layer has the bias %s: it is 0", _place(checkpoint.folder), names[0])
+            found.update(names)
+    return frozenset(found)
 
 
 def load_decoder(
@@ -184,7 +224,10 @@ def _weights(
 ) -> DummyWeights | SafetensorsWeights | GgufWeights:
     gguf = checkpoint.gguf
     if gguf is None or config.load_format == "dummy":
-        return folder_weights(config, device, checkpoint.folder, checkpoint.content)
+        found = folder_weights(config, device, checkpoint.folder, checkpoint.content, of_decoder=True)
+        if spec.tied:
+            found.share_ends()
+        return found
     stored_names = TensorNames(gguf.metadata.text("general.architecture"), spec.head_size)
     weights = GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
     weights.check_linears(linear_shapes(spec))
@@ -241,13 +284,16 @@ def _decoder(
 
 
 def folder_weights(
-    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any]
+    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], of_decoder: bool = False
 ) -> DummyWeights | SafetensorsWeights:
-    """Return the tensors of a folder, or random ones, which are dense; content: of config.json."""
+    """Return the tensors of a folder, or random ones, which are dense; content: of config.json.
+
+    of_decoder: as of `SafetensorsWeights`.
+    """
     if config.load_format == "dummy":
         return DummyWeights(config.seed, device.dtype, device.torch_device)
     quantization = read_quantization(folder, content)
-    return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization)
+    return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization, of_decoder)
 
 
 def _saved(

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionShape, Embedding, HeadNorms, KVScales, Linear
 from executor_svc.device.stored_linear import StoredLinear
-from executor_svc.models.base import Builder, StoredWeight, WeightSource
+from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.layers.attention import Attention, fuse_qkv
 from executor_svc.models.layers.mlp import GatedMlp
 from executor_svc.models.linear_weight import LinearWeight, StoredPart, linear_weight, output_weight, qkv_weight
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.spec import HEAD, TABLE, DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,17 @@ class DecoderWeights:
     def ends(self) -> tuple[Embedding, Linear]:
         """Return the table of embeddings and the linear from hidden states to logits, which may have one weight."""
         if self._spec.tied:
-            return self._builder.prepare_tied("lm_head", self._end("model.embed_tokens"))
+            return self._builder.prepare_tied(HEAD, self._end(TABLE))
         linear = self.head()  # read by threads, beside the table
         return self.embedding(), linear
 
     def embedding(self) -> Embedding:
         """Return the table of embeddings alone."""
-        return self._builder.prepare_embedding("embed_tokens", self._end("model.embed_tokens"))
+        return self._builder.prepare_embedding("embed_tokens", self._end(TABLE))
 
     def head(self) -> Linear:
         """Return the linear from hidden states to logits alone."""
-        return self._builder.prepare_linear(
-            "lm_head", self._end("model.embed_tokens" if self._spec.tied else "lm_head")
-        )
+        return self._builder.prepare_linear(HEAD, self._end(TABLE if self._spec.tied else HEAD))
 
     def _end(self, name: str) -> LinearWeight | StoredLinear:
         size = (self._spec.vocab_size, self._spec.hidden_size)
@@ -90,12 +88,11 @@ class DecoderWeights:
         qkv = qkv_weight(self._linears(prefix, "qkv_proj", sizes, columns), dtype, shape)
         qkv_bias = output_bias = norms = None
         if spec.qkv_bias:
-            biases = [part.whole() for part in self._biases(prefix, "qkv_proj", sizes)]
-            qkv_bias = fuse_qkv(biases, shape)
+            qkv_bias = fuse_qkv(self._biases(prefix, "qkv_proj", sizes), shape)
         stored = self._weights.open_linear(f"{prefix}.o_proj", (spec.hidden_size, q))
         output = output_weight(stored, dtype, shape, self._builder.torch_device)
         if spec.output_bias:
-            output_bias = self._weights.get(f"{prefix}.o_proj.bias", (spec.hidden_size,))
+            output_bias = self._bias(f"{prefix}.o_proj", spec.hidden_size)
         if spec.head_norms:
             q_norm, k_norm = (self.norm(f"{prefix}.{name}", spec.head_size) for name in ("q_norm", "k_norm"))
             norms = HeadNorms(q_norm, k_norm, spec.rms_norm_eps)
@@ -116,8 +113,8 @@ class DecoderWeights:
         down = linear_weight([stored], dtype)
         gate_up_bias = down_bias = None
         if spec.mlp_bias:
-            gate_up_bias = torch.cat([part.whole() for part in self._biases(prefix, "gate_up_proj", sizes)])
-            down_bias = self._weights.get(f"{prefix}.down_proj.bias", (hidden,))
+            gate_up_bias = torch.cat(self._biases(prefix, "gate_up_proj", sizes))
+            down_bias = self._bias(f"{prefix}.down_proj", hidden)
         return GatedMlp(
             self._builder.prepare_linear("mlp.gate_up", gate_up, gate_up_bias),
             self._builder.prepare_linear("mlp.down", down, down_bias),
@@ -129,9 +126,15 @@ class DecoderWeights:
         """Return the weights of one fused linear: one of each name [size, columns], or all of them in one."""
         return [self._weights.open_linear(name, (size, columns)) for name, size in self._names(prefix, fused, sizes)]
 
-    def _biases(self, prefix: str, fused: str, sizes: dict[str, int]) -> list[StoredWeight]:
+    def _biases(self, prefix: str, fused: str, sizes: dict[str, int]) -> list[Tensor]:
         """Return the biases [size] of one fused linear, likewise."""
-        return [self._weights.open(f"{name}.bias", (size,)) for name, size in self._names(prefix, fused, sizes)]
+        return [self._bias(name, size) for name, size in self._names(prefix, fused, sizes)]
+
+    def _bias(self, module: str, size: int) -> Tensor:
+        name = f"{module}.bias"
+        if name in self._spec.absent_biases:
+            return torch.zeros(size, dtype=self._builder.dtype, device=self._builder.torch_device)
+        return self._weights.get(name, (size,))
 
     def _names(self, prefix: str, fused: str, sizes: dict[str, int]) -> list[tuple[str, int]]:
         """Return the stored linears of a fused one, and the rows of each."""

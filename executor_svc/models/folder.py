@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from cadenza_common.gguf.file import GgufError, GgufFile, find_gguf, read_gguf
 from executor_svc.errors import StartError
+
+_log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
@@ -86,27 +90,47 @@ def _is_weight_file(name: str) -> bool:
 
 
 def find_weights(folder: Path) -> Path | dict[str, Path]:
-    """Return the file of the weights, or of a sharded checkpoint the file of each tensor; raises LoaderError."""
+    """Return the file of the weights, or of a sharded checkpoint the file of each tensor; raises LoaderError.
+
+    model.safetensors precedes an index, as in transformers, unless that names it among files that are all there.
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if index.is_file():
-        content = read_json(folder, index.name, required=True).get("weight_map")
-        if not isinstance(content, dict) or not content:
-            raise LoaderError(f"model folder {folder}: {index.name} has no weight_map")
-        odd = sorted({str(file) for file in content.values() if not _is_weight_file(str(file))})
-        if odd:
-            raise LoaderError(f"model folder {folder}: {index.name} names {odd[0]}, which is no safetensors file in it")
-        missing = sorted({file for file in content.values() if not (folder / str(file)).is_file()})
-        if missing:
-            raise LoaderError(f"model folder {folder}: weight files named by {index.name} are missing: {missing[0]}")
-        return {name: folder / file for name, file in content.items()}
+    if index.is_file() and not single.is_file():
+        return _indexed(folder, index.name)
     if single.is_file():
-        return single
+        return _single(folder, single, index)
     others = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
     found = f", and {others[0]} is not read" if others else ""
     raise LoaderError(
         f"model folder {folder}: no weights: neither model.safetensors nor model.safetensors.index.json is there"
         f"{found} (--load-format dummy uses random weights)"
     )
+
+
+def _single(folder: Path, single: Path, index: Path) -> Path | dict[str, Path]:
+    """Return model.safetensors, or the files of an index of which it is one."""
+    if not index.is_file():
+        return single
+    with contextlib.suppress(LoaderError):
+        files = _indexed(folder, index.name)
+        if single in files.values():
+            return files
+    _log.warning("model folder %s: %s is read; %s, which is of other files, is not", folder, single.name, index.name)
+    return single
+
+
+def _indexed(folder: Path, name: str) -> dict[str, Path]:
+    """Return the file of each tensor as an index says; raises LoaderError."""
+    content = read_json(folder, name, required=True).get("weight_map")
+    if not isinstance(content, dict) or not content:
+        raise LoaderError(f"model folder {folder}: {name} has no weight_map")
+    odd = sorted({str(file) for file in content.values() if not _is_weight_file(str(file))})
+    if odd:
+        raise LoaderError(f"model folder {folder}: {name} names {odd[0]}, which is no safetensors file in it")
+    missing = sorted({str(file) for file in content.values() if not (folder / str(file)).is_file()})
+    if missing:
+        raise LoaderError(f"model folder {folder}: weight files named by {name} are missing: {missing[0]}")
+    return {tensor: folder / file for tensor, file in content.items()}
 
 
 def read_json(folder: Path, name: str, required: bool) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from executor_svc.models.decoder_loading import (
     open_table,
     read_ends,
     read_scales,
+    settle_spec,
 )
 from executor_svc.models.end_ids import end_ids
 from executor_svc.models.folder import LoaderError, read_json, token_ids_of, tokenizer_of
@@ -144,6 +145,7 @@ def _load_own(
     eos, bos = _special_tokens(checkpoint.folder, checkpoint.content, checkpoint.gguf)
     max_model_len = _max_model_len(config, spec.context_limit)
     _adopt_dtypes(device, checkpoint.folder, checkpoint.content)
+    spec = settle_spec(config, device, checkpoint, spec)
     adapters = None
     if adapter_sizes is not None:
         assert isinstance(device.kernels, AdapterKernels)

@@ -27,9 +27,31 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
 }
 
 
-def own_architecture(names: Sequence[str]) -> str | None:
-    """Return the first of the names in config.json with code in Cadenza."""
-    return next((name for name in names if name in ARCHITECTURES), None)
+_MODEL_TYPES = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mimo": "MiMoForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def own_architecture(names: Sequence[str], model_type: object = None) -> str | None:
+    """Return the first of the names in config.json with code in Cadenza.
+
+    Without a name, or with that of the model without its head, such as LlamaModel: that of model_type.
+    """
+    found = next((name for name in names if name in ARCHITECTURES), None)
+    return found or (_MODEL_TYPES.get(str(model_type)) if has_no_head(names) else None)
+
+
+def has_no_head(names: Sequence[str]) -> bool:
+    """Return whether these architectures do not say what the model is for: there is none, or the bare model."""
+    return all(name.endswith("Model") and "Head" not in name for name in names)
 
 
 def unknown_architecture(names: Sequence[str], model_type: object) -> str:

@@ -22,6 +22,9 @@ from executor_svc.models.folder import LoaderError
 LENGTH_BYTES = 8
 """A file begins with the length of its header, little endian."""
 
+_COMPARED_BYTES = 1 << 22
+"""Of two tensors, at a time."""
+
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -115,6 +118,25 @@ class StoredTensor:
             if not count:
                 raise LoaderError(f"{self.path}: tensor {self.name} cannot be read: the file ends within it")
             bytes_left = bytes_left[count:]
+
+
+def is_same_content(one: StoredTensor, other: StoredTensor, dtype: torch.dtype | None = None) -> bool:
+    """Return whether two tensors are equal: byte by byte, or as they are in a dtype; both are read up to a difference.
+
+    Raises LoaderError for a file that cannot be read.
+    """
+    if one.shape != other.shape or (dtype is None and one.stored_as != other.stored_as):
+        return False
+    if one.dtype is None or other.dtype is None:
+        return False
+    if not one.shape:
+        pairs = iter([(one.whole().reshape(1), other.whole().reshape(1))])
+    else:
+        rows = max(1, _COMPARED_BYTES // max(1, math.prod(one.shape[1:]) * one.dtype.itemsize))
+        pairs = zip(one.blocks(rows), other.blocks(rows), strict=True)
+    if dtype is None:
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+    return all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in pairs)
 
 
 def tensors_of(path: Path) -> dict[str, StoredTensor]:

@@ -14,6 +14,8 @@ MTP_LAYERS_FIELD = "num_nextn_predict_layers"
 """Of config.json: the number of layers of a head of multi-token prediction."""
 HEAD = "lm_head"
 """The linear whose results are logits: its name in checkpoints, and for `models.base.Builder`."""
+TABLE = "model.embed_tokens"
+"""The name of the table of embeddings in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,9 @@ class DecoderSpec:
     """Layers of a head of multi-token prediction that the checkpoint also holds. The decoder does not read them, so
     that `digest`, which is over the representation, leaves them out."""
 
+    absent_biases: frozenset[str] = field(default=frozenset(), repr=False)
+    """Tensors of biases that the checkpoint does not hold: they are 0. The digest of the weights leaves them out."""
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
@@ -102,6 +107,16 @@ class DecoderSpec:
         return hashlib.sha256(repr((self, lists)).encode()).digest()
 
 
+def bias_names(spec: DecoderSpec) -> list[list[list[str]]]:
+    """Return the names of biases that the model may have: of attention and MLP, of each linear, of each layer."""
+    attention = ["q_proj", "k_proj", "v_proj"] if spec.qkv_bias else []
+    attention += ["o_proj"] if spec.output_bias else []
+    mlp = ["gate_proj", "up_proj", "down_proj"] if spec.mlp_bias else []
+    kinds = [[f"self_attn.{name}" for name in attention], [f"mlp.{name}" for name in mlp]]
+    layers = range(spec.num_layers)
+    return [[[f"model.layers.{layer}.{name}.bias" for layer in layers] for name in names] for names in kinds]
+
+
 def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name and shape [rows, columns] of each weight with two dimensions."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
@@ -112,7 +127,7 @@ def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
         into, mlp = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": inner, "up_proj": inner}
     layer = {f"self_attn.{name}": (rows, hidden) for name, rows in into.items()} | {"self_attn.o_proj": (hidden, q)}
     layer |= {f"mlp.{name}": (rows, hidden) for name, rows in mlp.items()} | {"mlp.down_proj": (hidden, inner)}
-    yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
+    yield f"{TABLE}.weight", (spec.vocab_size, hidden)
     if not spec.tied:
         yield f"{HEAD}.weight", (spec.vocab_size, hidden)
     for index in range(spec.num_layers):

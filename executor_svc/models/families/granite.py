@@ -15,8 +15,8 @@ def read_granite(config: dict[str, Any]) -> DecoderSpec:
     fields = Fields(config)
     return replace(
         read_llama(config),
-        embedding_scale=fields.number("embedding_multiplier", 1.0),
-        attention_scale=fields.number("attention_multiplier", 1.0),
-        residual_scale=fields.number("residual_multiplier", 1.0),
+        embedding_scale=fields.number("embedding_multiplier", 1.0, at_least=0),
+        attention_scale=fields.number("attention_multiplier", 1.0, at_least=0),
+        residual_scale=fields.number("residual_multiplier", 1.0, at_least=0),
         logits_divisor=fields.number("logits_scaling", 1.0),
     )

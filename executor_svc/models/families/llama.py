@@ -16,7 +16,7 @@ def read_llama(config: dict[str, Any]) -> DecoderSpec:
     bias = fields.flag("attention_bias", False)
     return replace(
         read_common(config, max_positions=2048),
-        qkv_bias=bias,
+        qkv_bias=fields.flag("qkv_bias", bias),  # as vLLM reads it
         output_bias=bias,
         mlp_bias=fields.flag("mlp_bias", False),
     )

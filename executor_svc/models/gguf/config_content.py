@@ -146,7 +146,8 @@ def _family_content(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]
                 "residual_multiplier": "residual_scale",
                 "logits_scaling": "logit_scale",
             }
-            found = {field: read.number(name) for field, name in names.items() if read.has(name)}
+            stated = {field: read.number(name) for field, name in names.items() if read.has(name)}
+            found = {field: number for field, number in stated.items() if number}  # llama.cpp: 0 is absent
             return {"attention_multiplier": 1 / math.sqrt(content["head_dim"])} | found
         case _:
             return {}

@@ -11,14 +11,16 @@ from torch import Tensor
 from cadenza_common.gguf.file import GgufFile, GgufTensor
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
-from executor_svc.models.checkpoint import PartOfFile, Weights
+from executor_svc.models.checkpoint import Weights
 from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.block_types import BLOCK_TYPES, DENSE_TYPES
 from executor_svc.models.gguf.tensor_names import TensorNames, halves
+from executor_svc.models.parallel.part_of_file import PartOfFile
 from executor_svc.models.parallel.part_tensors import Cut
 from executor_svc.models.parallel.split import Part
-from executor_svc.models.safetensors_file import StoredTensor
+from executor_svc.models.safetensors_file import StoredTensor, is_same_content
+from executor_svc.models.spec import HEAD, TABLE
 
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _MAX_VECTOR = 1 << 16
@@ -42,6 +44,20 @@ class GgufWeights(Weights):
         if kind is None:
             return numbers * self._dtype.itemsize if tensor.type.name in DENSE_TYPES else tensor.num_bytes
         return kind.format.num_bytes((numbers // tensor.shape[-1], tensor.shape[-1]))
+
+    def holds(self, name: str) -> bool:
+        """As in `Weights`."""
+        return self._names.stored(name) in self._file.tensors
+
+    def is_tied(self) -> bool:
+        """As in `Weights`; tensors in few bits are compared as they are stored."""
+        found = [self._file.tensors.get(self._names.stored(f"{module}.weight")) for module in (HEAD, TABLE)]
+        head, table = found
+        if head is None or table is None:
+            return True
+        if head.type.name in DENSE_TYPES and table.type.name in DENSE_TYPES:
+            return is_same_content(_dense(head), _dense(table), self._dtype)
+        return (head.shape, head.type) == (table.shape, table.type) and is_same_content(_bytes(head), _bytes(table))
 
     def check_linears(self, shapes: Iterable[tuple[str, tuple[int, int]]]) -> None:
         """Raise LoaderError for a tensor of these names that is missing, has another shape, or cannot be read."""
@@ -93,8 +109,9 @@ class GgufWeights(Weights):
         """
         self._file.check_unchanged()
         used = {self._names.stored(name) for name in self._hashes}
+        copy = self._names.stored(f"{HEAD}.weight") if ignored(f"{HEAD}.weight") else None  # of the table
         unused = sorted(name for name in self._file.tensors if name not in used and not ignored(name))
-        unused = [name for name in unused if name not in _FACTORS]
+        unused = [name for name in unused if name not in (*_FACTORS, copy)]
         if unused:
             shown = ", ".join(unused[:3]) + (", …" if len(unused) > 3 else "")
             raise LoaderError(f"{self._file.paths[0]}: {len(unused)} tensors that the model does not use: {shown}")
@@ -192,8 +209,7 @@ class GgufRows:
         kind, size = BLOCK_TYPES[tensor.type.name], tensor.type.block_bytes
         unit = multiple if self._head_rows is None else math.lcm(multiple, self._head_rows)
         rows = unit * max(1, num_bytes // (unit * self.shape[1]))
-        row_bytes = tensor.shape[1] // tensor.type.block_columns * size
-        stored = StoredTensor(tensor.path, tensor.name, "U8", (tensor.shape[0], row_bytes), tensor.offset)
+        stored = _bytes(tensor)
         content = ContentDigest(
             f"{tensor.name} {list(tensor.shape)} {tensor.type.name}{f' {cut}' if cut.ranges else ''}"
         )
@@ -234,6 +250,13 @@ def read_vector(file: GgufFile, name: str) -> list[float] | None:
 def _dense(tensor: GgufTensor) -> StoredTensor:
     """Return a dense tensor as its bytes lie: safetensors calls the types the same."""
     return StoredTensor(tensor.path, tensor.name, tensor.type.name, tensor.shape, tensor.offset)
+
+
+def _bytes(tensor: GgufTensor) -> StoredTensor:
+    """Return a matrix in few bits as the bytes of its rows."""
+    rows, columns = tensor.shape
+    row_bytes = columns // tensor.type.block_columns * tensor.type.block_bytes
+    return StoredTensor(tensor.path, tensor.name, "U8", (rows, row_bytes), tensor.offset)
 
 
 def _halves_of(stored: StoredTensor, head_rows: int, rows: int) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from executor_svc.device.kv_cache import DraftLayers, KVGroup
 from executor_svc.device.stored_linear import FewBits
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.decoder import Decoder
-from executor_svc.models.decoder_loading import load_decoder, open_checkpoint
+from executor_svc.models.decoder_loading import load_decoder, open_checkpoint, settle_spec
 from executor_svc.models.folder import LoaderError, tokenizer_of
 from executor_svc.models.heads.vocabulary import check_same_tokens
 from executor_svc.models.loading import LoadedModel
@@ -69,6 +69,7 @@ def load_draft(name: str, config: ExecutorConfig, device: Device, target: Loaded
             )  # fmt: skip
         max_model_len = target.geometry.max_model_len
         warn_about_limit(name, spec.context_limit, max_model_len)
+        spec = settle_spec(config, device, checkpoint, spec)
         model, weights = load_decoder(config, device, checkpoint, spec, max_model_len)
         probe(config, device)
         return LoadedDraft(

@@ -12,10 +12,11 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import Embedding, Linear
 from executor_svc.models.base import WeightSource
-from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.decoder_loading import check_memory, folder_weights, open_checkpoint
 from executor_svc.models.decoder_weights import DecoderWeights
+from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.heads.draft import (
     LoadedDraft,

@@ -9,10 +9,11 @@ from pathlib import Path
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.models.base import WeightSource
-from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.decoder import Decoder, attention_shape, mtp_prefix
 from executor_svc.models.decoder_loading import Checkpoint, check_memory, folder_weights, open_checkpoint
 from executor_svc.models.decoder_weights import DecoderWeights
+from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError, find_weights
 from executor_svc.models.heads.draft import LoadedDraft, draft_config, layers_of, naming, own_few_bits, probe
 from executor_svc.models.heads.mtp import MtpHead, MtpWeights
@@ -23,6 +24,7 @@ from executor_svc.models.loading import LoadedModel
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, rounded_bytes, rounding_of
 from executor_svc.models.safetensors_file import tensors_of
 from executor_svc.models.spec import MTP_LAYERS_FIELD, DecoderSpec, linear_shapes
+from executor_svc.models.stored_names import decoder_names
 
 _ARCHITECTURE = "MiMoForCausalLM"
 _LAYER = mtp_prefix(0)
@@ -54,7 +56,7 @@ def load_mtp(config: ExecutorConfig, device: Device, target: LoadedModel) -> Loa
     spec, config = _head_spec(config, checkpoint), draft_config(config.model, config)
     assert isinstance(target.model, Decoder)
     with naming(config.model, f"--speculative {config.speculative}: --model"), own_few_bits(device) as few_bits:
-        weights = folder_weights(config, device, checkpoint.folder, checkpoint.content)
+        weights = folder_weights(config, device, checkpoint.folder, checkpoint.content, of_decoder=True)
         reader = _MtpReader(spec, weights, config, device, target)
         max_model_len = target.geometry.max_model_len
         reader.check(checkpoint.folder, max_model_len)
@@ -87,7 +89,9 @@ def _head_spec(config: ExecutorConfig, checkpoint: Checkpoint) -> DecoderSpec:
 
 def _has_tensors(folder: Path) -> bool:
     found = find_weights(folder)
-    return any(name.startswith(_LAYER) for name in (found if isinstance(found, dict) else tensors_of(found)))
+    return any(
+        name.startswith(_LAYER) for name in decoder_names(found if isinstance(found, dict) else tensors_of(found))
+    )
 
 
 class _MtpReader:

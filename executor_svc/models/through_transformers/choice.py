@@ -11,6 +11,7 @@ from executor_svc.models.base import ModelConfigError
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.kv_scales import quantizes_kv_alone
+from executor_svc.models.registry import has_no_head
 
 _ALIBI = ("BloomForCausalLM", "MptForCausalLM")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -32,11 +33,17 @@ class Choice:
 
 
 def find_architecture(names: Sequence[str], model_type: object) -> str | None:
-    """Return the first of these names that is a causal LM of transformers with this model_type; None if none is."""
+    """Return the first of these names that is a causal LM of transformers with this model_type; None if none is.
+
+    Names as of `registry.has_no_head` leave it to model_type, as in transformers.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
-    known = KNOWN.get(str(model_type), ())
-    return next((name for name in names if name == known or (isinstance(known, tuple) and name in known)), None)
+    found = KNOWN.get(str(model_type), ())
+    known: tuple[str, ...] = found if isinstance(found, tuple) else (found,)
+    if known and has_no_head(names):
+        return known[0]
+    return next((name for name in names if name in known), None)
 
 
 def choose(folder: Path, architecture: str) -> Choice:

@@ -212,6 +212,16 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text) and None
 
 
+def _index(text: str) -> Callable[[Path], None]:
+    """An index in place of the file."""
+
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return damage
+
+
 def _config(**fields: Any) -> Callable[[Path], None]:
     return lambda folder: edit_config(folder, **fields)
 
@@ -237,10 +247,10 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (_config(eos_token_id="</s>"), "config.json: eos_token_id must be a token id or a list of them, not '</s>'"),
     (_write("generation_config.json", '{"eos_token_id": [1, true]}'), r"generation_config.json: eos_token_id must be"),
     (_write("model.safetensors", "rubbish"), "not a readable safetensors file"),
-    (_write("model.safetensors.index.json", "{}"), "no weight_map"),
-    (_write("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'), "missing: b.safetensors"),
-    (_write("model.safetensors.index.json", '{"weight_map": {"a": "b.bin"}}'), "names b.bin, which is no safetensors"),
-    (_write("model.safetensors.index.json", '{"weight_map": {"a": "../b.safetensors"}}'), r"names \.\./b.safetensors"),
+    (_index("{}"), "no weight_map"),
+    (_index('{"weight_map": {"a": "b.safetensors"}}'), "missing: b.safetensors"),
+    (_index('{"weight_map": {"a": "b.bin"}}'), "names b.bin, which is no safetensors"),
+    (_index('{"weight_map": {"a": "../b.safetensors"}}'), r"names \.\./b.safetensors"),
 ]
 
 

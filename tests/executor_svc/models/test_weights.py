@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from executor_svc.cpu.weight_readers import WeightReaders
-from executor_svc.models import checkpoint
-from executor_svc.models.checkpoint import DummyWeights, SafetensorsWeights
+from executor_svc.models import checkpoint, dummy_weights
+from executor_svc.models.checkpoint import SafetensorsWeights
+from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError
 
 CPU = torch.device("cpu")
@@ -76,12 +77,12 @@ def test_dummy_weights_of_the_cpu_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     "count",
-    [1, 15, 16, 17, *(checkpoint._DRAWN + extra for extra in (-1, 0, 1, 15, 16, 17)), 3 * checkpoint._DRAWN + 5],
+    [1, 15, 16, 17, *(dummy_weights._DRAWN + extra for extra in (-1, 0, 1, 15, 16, 17)), 3 * dummy_weights._DRAWN + 5],
 )
 def test_dummy_weights_drawn_in_pieces_are_those_of_one_draw(count: int) -> None:
-    pieces = [piece.clone() for piece in checkpoint._draw(count, torch.Generator().manual_seed(5))]
+    pieces = [piece.clone() for piece in dummy_weights._draw(count, torch.Generator().manual_seed(5))]
     assert torch.equal(torch.cat(pieces), torch.randn(count, generator=torch.Generator().manual_seed(5)))
-    assert max(len(piece) for piece in pieces) < checkpoint._DRAWN + 16
+    assert max(len(piece) for piece in pieces) < dummy_weights._DRAWN + 16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -16,8 +16,8 @@ from executor_svc.device.dequantize import dequantize
 from executor_svc.device.kernels import Embedding, Linear, WeightRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows, StoredLinear
 from executor_svc.models.base import StoredWeight
-from executor_svc.models.checkpoint import DummyWeights
 from executor_svc.models.decoder import Decoder
+from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.families.llama import read_llama
 
 CPU = torch.device("cpu")

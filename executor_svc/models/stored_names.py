@@ -1,0 +1,36 @@
+"""The names of a decoder's tensors in its files: other programs put other words before them than transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from executor_svc.models.spec import HEAD
+
+_PREFIX = "model."
+_FIRST_NORM = re.compile(r"(?P<prefix>(?:.+\.)?)layers\.0\.input_layernorm\.weight", re.DOTALL)
+
+
+def decoder_names(stored: Iterable[str]) -> dict[str, str]:
+    """Return the stored names by those that transformers gives the tensors of a decoder.
+
+    What stands before `layers.0` becomes `model.`: nothing in checkpoints of the model without its head, such as
+    LlamaModel; `language_model.model.` in those of larger models; `transformer.` in old ones. The head has no word
+    before its name, or the first ones of these. Names stay as they are where some begin with `model.layers.0`, where
+    there are several such words, or where two tensors would have one name.
+    """
+    names = list(stored)
+    found = {match["prefix"] for name in names if (match := _FIRST_NORM.fullmatch(name))}
+    if _PREFIX in found or len(found) != 1:
+        return dict(zip(names, names, strict=True))
+    (prefix,) = found
+    heads = [f"{prefix[:end]}{HEAD}." for end in range(len(prefix) + 1) if end == 0 or prefix[end - 1] == "."]
+    own = {_own(name, prefix, heads): name for name in names}
+    return own if len(own) == len(names) else dict(zip(names, names, strict=True))
+
+
+def _own(name: str, prefix: str, heads: list[str]) -> str:
+    head = next((each for each in heads if name.startswith(each)), None)
+    if head is not None:
+        return f"{HEAD}.{name.removeprefix(head)}"
+    return f"{_PREFIX}{name.removeprefix(prefix)}" if name.startswith(prefix) else name

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from cadenza_common.brief import brief
+
 MetadataValue = str | bool | int | float | list[str] | list[bool] | list[int] | list[float]
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -66,21 +68,21 @@ class GgufMetadata:
         """Return an integer of at least `at_least`."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-            raise self.error(key, f"must be an integer of at least {at_least}, not {_brief(value)}")
+            raise self.error(key, f"must be an integer of at least {at_least}, not {brief(value)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self.error(key, f"must be a finite number, not {_brief(value)}")
+            raise self.error(key, f"must be a finite number, not {brief(value)}")
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """Return a boolean."""
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise self.error(key, f"must be true or false, not {_brief(value)}")
+            raise self.error(key, f"must be true or false, not {brief(value)}")
         return value
 
     def texts(self, key: str, default: list[str] | None = None) -> list[str]:
@@ -116,12 +118,6 @@ class GgufMetadata:
         if value is None:
             raise self.error(key, "is missing")
         return value
-
-
-def _brief(value: object) -> str:
-    """Return a value for a message."""
-    shown = f"an array of {len(value)}" if isinstance(value, list) else ascii(value)
-    return shown if len(shown) <= 100 else f"{shown[:100]}..."
 
 
 def type_of(text: str, stated: int) -> int:

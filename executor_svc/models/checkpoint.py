@@ -57,6 +57,7 @@ class Weights:
         self._torch_device = device
         self._hashes: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
+        self._not_finite: set[str] = set()
 
     @property
     def num_parameters(self) -> int:
@@ -119,10 +120,31 @@ class Weights:
         count = 0
         for stored in self._stored_blocks(name, shape, rows):
             block = stored.to(self._dtype)
+            self._check_finite(name, block)
             content.update(block)
             count += block.numel()
             yield block
         self._hashes[name], self._counts[name] = content.digest(), count
+
+    def _check_finite(self, name: str, block: Tensor) -> None:
+        """Note a tensor that holds NaN or infinite numbers: `refuse_not_finite` tells."""
+        if block.numel() and not all(math.isfinite(each) for each in block.aminmax()):
+            self._not_finite.add(name)
+
+    def refuse_not_finite(self, place: str) -> None:
+        """Raise LoaderError if tensors that were read hold NaN or infinite numbers: all texts would be lost to them.
+
+        Of embeddings that are no head, it logs them: only texts with such tokens are.
+        """
+        table = f"{TABLE}.weight"
+        wrong = sorted(self._not_finite)
+        if wrong == [table] and f"{HEAD}.weight" in self._hashes:
+            _log.warning("%s: tensor %s holds NaN or infinite numbers: texts with such tokens fail", place, table)
+        elif wrong:
+            raise LoaderError(
+                f"{place}: {len(wrong)} tensors hold NaN or infinite numbers: {', '.join(wrong[:3])}: the checkpoint "
+                "is damaged, or made for another dtype"
+            )
 
     def get_scales(self, name: str, count: int) -> Tensor | None:
         """Return the scales of `count` heads, [count] float32 on the CPU, finite and above 0; None if there are none.
@@ -240,6 +262,7 @@ class SafetensorsWeights(Weights):
         content = ContentDigest(f"{name} {list(stored.shape)} {part} {self._dtype}")
         for read in Cut(1 if part.of_columns else 0, part.ranges).blocks(stored, rows):
             block = read.to(self._dtype)
+            self._check_finite(name, block)
             content.update(block)
             yield block
         self._hashes[name], self._counts[name] = content.digest(), math.prod(stored.shape)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from cadenza_common.brief import brief, one_line
 from executor_svc.models.base import ModelConfigError
+
+_LARGEST = (1 << 63) - 1
+"""Of an integer: sizes are those of memory."""
+_FLOAT_BITS = 1000
+_MOST_NAMED = 200
+"""Characters of a field's place; files may name objects as they like."""
 
 
 class Fields:
@@ -19,7 +26,7 @@ class Fields:
 
     def error(self, name: str, problem: str) -> ModelConfigError:
         """Return an error about a field, for the caller to raise."""
-        return ModelConfigError(f"{self._file}: {self._path}{name} {problem}")
+        return ModelConfigError(f"{self._file}: {one_line(self._path + name, _MOST_NAMED)} {problem}")
 
     def has(self, name: str) -> bool:
         """Return whether the field is present, even if null."""
@@ -30,13 +37,14 @@ class Fields:
         return self._content.get(name)
 
     def integer(self, name: str, default: int | None = None, at_most: int | None = None) -> int:
-        """Return a positive integer, up to `at_most`; without a default the field is required."""
+        """Return a positive integer, up to `at_most` or 2^63 - 1; without a default the field is required."""
         value = self.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(name, f"must be a positive integer, not {value!r}")
-        if at_most is not None and value > at_most:
-            raise self.error(name, f"must be at most {at_most}, not {value}")
+            raise self.error(name, f"must be a positive integer, not {brief(value)}")
+        most = _LARGEST if at_most is None else at_most
+        if value > most:
+            raise self.error(name, f"must be at most {most}, not {brief(value)}")
         return value
 
     def number(self, name: str, default: float | None = None, at_least: float | None = None) -> float:
@@ -45,7 +53,7 @@ class Fields:
         value = default if value is None else value
         wanted = "above 0" if at_least is None else f"of at least {at_least:g}"
         if not _is_number(value) or (value <= 0 if at_least is None else value < at_least):
-            raise self.error(name, f"must be a number {wanted}, not {value!r}")
+            raise self.error(name, f"must be a number {wanted}, not {brief(value)}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -56,7 +64,7 @@ class Fields:
         """Return a list of `count` finite numbers above 0."""
         value = self.get(name)
         if not isinstance(value, list) or len(value) != count or not all(_is_number(v) and v > 0 for v in value):
-            shown = f"{len(value)} entries" if isinstance(value, list) else repr(value)
+            shown = f"{len(value)} entries" if isinstance(value, list) else brief(value)
             raise self.error(name, f"must be a list of {count} numbers above 0, not {shown}")
         return tuple(map(float, value))
 
@@ -65,14 +73,21 @@ class Fields:
         value = self.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise self.error(name, f"must be true or false, not {value!r}")
+            raise self.error(name, f"must be true or false, not {brief(value)}")
+        return value
+
+    def text(self, name: str) -> str | None:
+        """Return a text, None if the field is absent."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.error(name, f"must be a text, not {brief(value)}")
         return value
 
     def section(self, name: str) -> Fields:
         """Return the object in a field; empty if the field is absent."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
-            raise self.error(name, f"must be an object, not {value!r}")
+            raise self.error(name, f"must be an object, not {brief(value)}")
         return Fields(value or {}, f"{self._path}{name}.", self._file)
 
     def sections(self) -> list[str]:
@@ -80,10 +95,13 @@ class Fields:
         return [name for name, value in self._content.items() if isinstance(value, dict)]
 
     def refuse(self, name: str, problem: str) -> None:
-        """Raise an error if a field has a value other than null, false, 0 or empty."""
-        if self.get(name):
-            raise self.error(name, f"is {self.get(name)!r}: {problem}")
+        """Raise an error if a field has a value other than null, false or 0."""
+        if self.get(name) not in (None, False, 0):
+            raise self.error(name, f"is {brief(self.get(name))}: {problem}")
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a value is a finite number that a float can hold."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value.bit_length() <= _FLOAT_BITS
+    return isinstance(value, float) and math.isfinite(value)

@@ -17,6 +17,7 @@ from executor_svc.device.ranks import RankKernels
 from executor_svc.models.adapters.places import AdaptingBuilder, ModelAdapters
 from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
 from executor_svc.models.checkpoint import SafetensorsWeights, Weights
+from executor_svc.models.config_fields import Fields
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.dummy_weights import DummyWeights
@@ -29,6 +30,7 @@ from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.parallel.source import RankSource
 from executor_svc.models.parallel.split import spec_of
 from executor_svc.models.quantized.method import read_quantization
+from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
 from executor_svc.models.registry import ARCHITECTURES, own_architecture
@@ -51,7 +53,7 @@ class Checkpoint:
     def names(self) -> list[str]:
         """The architectures that config.json names."""
         named = self.content.get("architectures")
-        return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+        return named if isinstance(named, list) else []
 
     @property
     def architecture(self) -> str | None:
@@ -79,11 +81,22 @@ def open_checkpoint(model: str, with_weights: bool) -> Checkpoint:
     gguf = gguf_of(model)
     if gguf is None:
         folder = resolve_folder(model, with_weights=with_weights)
-        return Checkpoint(folder, read_json(folder, "config.json", required=True), None)
+        content = read_json(folder, "config.json", required=True)
+        _check_names(folder, Fields(content))
+        return Checkpoint(folder, content, None)
     try:
         return Checkpoint(gguf.paths[0], config_content(gguf, lambda name: read_vector(gguf, name)), gguf)
     except GgufError as error:
         raise LoaderError(f"--model {model}: {error}") from None
+
+
+def _check_names(folder: Path, fields: Fields) -> None:
+    """Raise LoaderError for fields of another type than those that say what kind of model this is have."""
+    try:
+        fields.text("model_type")
+        texts_of(fields, "architectures")
+    except ModelConfigError as error:
+        raise LoaderError(f"model folder {folder}: {error}") from None
 
 
 def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
@@ -156,6 +169,7 @@ def load_decoder(
                 model = _decoder(spec, max_model_len, source, builder, scales, folder)
             if not isinstance(weights, DummyWeights):
                 weights.check_all_used(lambda tensor: is_ignored(tensor, spec))
+            weights.refuse_not_finite(_place(folder))
     except GgufError as error:
         raise LoaderError(f"--model {config.model}: {error}") from None
     return model, weights

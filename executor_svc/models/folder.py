@@ -8,12 +8,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from cadenza_common.brief import brief, one_line
 from cadenza_common.gguf.file import GgufError, GgufFile, find_gguf, read_gguf
 from executor_svc.errors import StartError
 
 _log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+_MOST_CHARACTERS = 2000
+"""Of a message."""
 _OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*"]
 _HUB_COPIES = ["consolidated*", "original/*"]
@@ -22,6 +25,10 @@ _HUB_COPIES = ["consolidated*", "original/*"]
 
 class LoaderError(StartError):
     """A model cannot be loaded; the message names the folder or option, and the missing part."""
+
+    def __init__(self, message: str) -> None:
+        """Names and values of others' files stand in messages: they are cut, and on one line."""
+        super().__init__(one_line(message, _MOST_CHARACTERS))
 
 
 def looks_like_path(model: str) -> bool:
@@ -142,6 +149,8 @@ def read_json(folder: Path, name: str, required: bool) -> dict[str, Any]:
                 raise LoaderError(f"model folder {folder}: {name} is missing")
             return {}
         content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise LoaderError(f"model folder {folder}: {name} cannot be read: it is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise LoaderError(f"model folder {folder}: {name} cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -160,7 +169,7 @@ def token_ids_of(folder: Path, files: dict[str, dict[str, Any]], field: str) -> 
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in listed):
             raise LoaderError(
-                f"model folder {folder}: {name}: {field} must be a token id or a list of them, not {value!r}"
+                f"model folder {folder}: {name}: {field} must be a token id or a list of them, not {brief(value)}"
             )
         ids += [token for token in listed if token >= 0]
     return ids

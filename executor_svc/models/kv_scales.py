@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cadenza_common.brief import brief
 from executor_svc.device.kernels import KVScales
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.folder import LoaderError, read_json
@@ -40,7 +41,9 @@ class ScaleSource(Protocol):
 def _is_for_fp8(quantization: Fields) -> bool:
     """Return whether a `quantization_config` specifies keys and values in symmetric fp8."""
     scheme = quantization.section("kv_cache_scheme")
-    return (scheme.get("num_bits"), scheme.get("type")) == (8, "float") and scheme.get("symmetric") is not False
+    bits = None if scheme.get("num_bits") is None else scheme.integer("num_bits")
+    is_symmetric = scheme.flag("symmetric", default=True)
+    return (bits, scheme.text("type")) == (8, "float") and is_symmetric
 
 
 def quantizes_kv_alone(quantization: Fields) -> bool:
@@ -58,14 +61,14 @@ def wants_fp8_kv_cache(folder: Path, content: dict[str, Any]) -> bool:
     content: of config.json. Raises ModelConfigError or LoaderError for unreadable files, and for a checkpoint with
     another quantization in ModelOpt's file.
     """
-    found = read_json(folder, "hf_quant_config.json", required=False).get("quantization")
-    quantization = found if isinstance(found, dict) else {}
-    if quantization.get("quant_algo"):
+    name = "hf_quant_config.json"
+    quantization = Fields(read_json(folder, name, required=False), file=name).section("quantization")
+    algorithm = quantization.text("quant_algo")
+    if algorithm:
         raise LoaderError(
-            f"model folder {folder}: hf_quant_config.json: quant_algo {quantization['quant_algo']!r}: quantized "
-            "checkpoints are not supported"
+            f"model folder {folder}: {name}: quant_algo {brief(algorithm)}: quantized checkpoints are not supported"
         )
-    return quantization.get("kv_cache_quant_algo") == "FP8" or _is_for_fp8(
+    return quantization.text("kv_cache_quant_algo") == "FP8" or _is_for_fp8(
         Fields(content).section("quantization_config")
     )
 

@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from cadenza_common.brief import brief
 from cadenza_common.gguf.file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
@@ -18,6 +21,7 @@ from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.adapters.reading import BaseTable
 from executor_svc.models.base import CausalLM, ModelConfigError
+from executor_svc.models.config_fields import Fields
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.decoder_loading import (
     Checkpoint,
@@ -250,8 +254,7 @@ def _special_tokens(
 
 def _model_type(content: dict[str, Any]) -> str:
     """The kind of model that config.json names; empty: none."""
-    named = content.get("model_type")
-    return named if isinstance(named, str) else ""
+    return Fields(content).text("model_type") or ""
 
 
 def _geometry(
@@ -284,19 +287,24 @@ def _geometry(
 def _adopt_dtypes(device: Device, folder: Path, content: dict[str, Any]) -> None:
     """Set the device's dtypes; log if the checkpoint specifies keys and values in fp8 and they are not."""
     try:
-        fp8_cache = wants_fp8_kv_cache(folder, content)
+        fp8_cache, dtype = wants_fp8_kv_cache(folder, content), _checkpoint_dtype(Fields(content))
     except ModelConfigError as error:
         raise LoaderError(f"model folder {folder}: {error}") from error
-    device.adopt_dtype(_checkpoint_dtype(content), fp8_cache)
+    device.adopt_dtype(dtype, fp8_cache)
     if fp8_cache and device.kv_dtype == device.dtype:
         name = str(device.dtype).removeprefix("torch.")
         _log.info("the checkpoint specifies keys and values in fp8; they are kept in %s here", name)
 
 
-def _checkpoint_dtype(content: dict[str, Any]) -> str:
+def _checkpoint_dtype(fields: Fields) -> str:
     """Return the dtype that config.json names: `dtype` since transformers 5, `torch_dtype` before."""
-    named = content.get("dtype") or content.get("torch_dtype") or "float32"
-    return str(named).removeprefix("torch.")
+    found = "float32"
+    for field in ("torch_dtype", "dtype"):
+        named = (fields.text(field) or "").removeprefix("torch.")
+        if named and named != "auto" and not isinstance(getattr(torch, named, None), torch.dtype):
+            raise fields.error(field, f"is {brief(named)}, which is no dtype, such as bfloat16")
+        found = named or found
+    return found
 
 
 def _max_model_len(config: ExecutorConfig, limit: int | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cadenza_common.brief import brief
 from executor_svc.models.families.gemma import read_gemma2, read_gemma3
 from executor_svc.models.families.granite import read_granite
 from executor_svc.models.families.llama import read_llama
@@ -27,6 +28,8 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
 }
 
 
+_MOST_NAMED = 200
+"""Characters of names in a message."""
 _MODEL_TYPES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -56,9 +59,9 @@ def has_no_head(names: Sequence[str]) -> bool:
 
 def unknown_architecture(names: Sequence[str], model_type: object) -> str:
     """Return the error message for architectures that neither Cadenza nor transformers supports."""
-    given, supported = ", ".join(names) or "none", ", ".join(sorted(ARCHITECTURES))
+    given, supported = ", ".join(names)[:_MOST_NAMED] or "none", ", ".join(sorted(ARCHITECTURES))
     return (
-        f"architecture {given} in config.json, with model_type {model_type!r}, is not supported; "
+        f"architecture {given} in config.json, with model_type {brief(model_type)}, is not supported; "
         f"supported: {supported}, and most causal LMs of transformers, such as "
         "GPTNeoXForCausalLM (docs/models.md)"
     )

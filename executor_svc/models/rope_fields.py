@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from cadenza_common.brief import brief
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import (
@@ -21,11 +22,14 @@ from executor_svc.portable_math import log
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0
 
 DEFAULT_THETA = 10_000.0
+_MOST_FACTOR = 1 << 32
+"""By which positions are more: their number stays one that a computer counts."""
 
 
 def rope_section(config: Fields) -> Fields:
     """Return the object that describes the rotary embedding; the older form takes precedence, as in transformers."""
-    section = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+    older, newer = config.section("rope_scaling"), config.section("rope_parameters")
+    section = older if config.get("rope_scaling") else newer
     nested = section.sections()
     if nested:
         raise section.error(nested[0], "is an object: rotary embeddings by layer type are not supported here")
@@ -53,13 +57,13 @@ def read_rope(
         kinds: the allowed types, mapped to those of ROPE_TYPES; None: all.
     """
     names = kinds or {name: name for name in ROPE_TYPES}
-    field = "rope_type" if rope.get("rope_type") else "type"
-    kind = rope.get(field) or "default"
-    if not isinstance(kind, str) or kind not in names:
-        raise rope.error(field, f"{kind!r} is not supported; supported: {', '.join(names)}")
+    field = "rope_type" if rope.text("rope_type") else "type"
+    kind = rope.text(field) or "default"
+    if kind not in names:
+        raise rope.error(field, f"{brief(kind)} is not supported; supported: {', '.join(names)}")
     if partial is None and rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise rope.error("partial_rotary_factor", "other than 1 is not supported here")
-    size = int(head_size * rope.number("partial_rotary_factor", partial or 1.0))
+    size = int(head_size * min(rope.number("partial_rotary_factor", partial or 1.0), _MOST_FACTOR))
     if size % 2 or not 0 < size <= head_size:
         raise rope.error(
             "partial_rotary_factor",
@@ -74,7 +78,10 @@ def read_rope(
 
 
 def _factor(rope: Fields) -> float:
-    return rope.number("factor", at_least=1.0)
+    factor = rope.number("factor", at_least=1.0)
+    if factor > _MOST_FACTOR:
+        raise rope.error("factor", f"must be at most {_MOST_FACTOR}, not {factor:g}")
+    return factor
 
 
 def _default(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:

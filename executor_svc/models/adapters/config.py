@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cadenza_common.brief import brief
 from executor_svc.models.adapters.paths import CONFIG_FILE
 from executor_svc.models.config_fields import Fields
 
@@ -144,12 +145,12 @@ def _refuse(fields: Fields, content: dict[str, Any]) -> None:
     """Raise an error about a field that an exact result cannot have."""
     kind = fields.get("peft_type")
     if kind != "LORA":
-        problem = "is missing: it must be LORA" if kind is None else f"is {kind!r}: only LORA is supported"
+        problem = "is missing: it must be LORA" if kind is None else f"is {brief(kind)}: only LORA is supported"
         raise fields.error("peft_type", problem)
     for name, problem in _REFUSED.items():
         fields.refuse(name, problem)
     if fields.get("bias") not in (None, "none"):
-        raise fields.error("bias", f"is {fields.get('bias')!r}: adapters that change biases are not supported")
+        raise fields.error("bias", f"is {brief(fields.get('bias'))}: adapters that change biases are not supported")
     known = AdapterConfig.__dataclass_fields__.keys() | _REFUSED.keys() | _WITHOUT_EFFECT | {"peft_type"}
     for name in content.keys() - known:
         fields.refuse(name, "a field that Cadenza does not know, and that may change the result")
@@ -165,10 +166,10 @@ def _init(fields: Fields) -> bool | str:
     if named.startswith(_CHANGED_BASE):
         raise fields.error(
             "init_lora_weights",
-            f"is {value!r}: such an adapter changes the base's weights, which other requests share (peft's "
+            f"is {brief(value)}: such an adapter changes the base's weights, which other requests share (peft's "
             "save_pretrained makes an ordinary adapter of it with path_initial_model_for_weight_conversion)",
         )
-    raise fields.error("init_lora_weights", f"is {value!r}: not supported")
+    raise fields.error("init_lora_weights", f"is {brief(value)}: not supported")
 
 
 def _finite(fields: Fields, name: str, value: Any) -> float:
@@ -194,7 +195,7 @@ def _rank_pattern(fields: Fields) -> dict[str, int]:
     found = _pattern(fields, "rank_pattern")
     for key, value in found.items():
         if not _is_integer(value) or not 0 < value <= _LARGEST_RANK:
-            raise fields.error("rank_pattern", f"must hold positive integers, not {str(value)[:80]} for {key!r}")
+            raise fields.error("rank_pattern", f"must hold positive integers, not {brief(value)} for {brief(key)}")
     return found
 
 

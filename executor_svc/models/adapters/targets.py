@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from cadenza_common.brief import brief
 from executor_svc.models.adapters.config import ALL_LINEAR, AdapterConfig
 from executor_svc.models.adapters.modules import EMBEDDING, Module
 from executor_svc.models.adapters.paths import CONFIG_FILE
@@ -168,7 +169,7 @@ def _token_rows(config: AdapterConfig, tied: bool) -> tuple[dict[str, tuple[int,
 
 def _table(name: str, field: str) -> str:
     if name not in _TABLES:
-        raise _error(field, f"names {name!r}: only embed_tokens and lm_head are supported")
+        raise _error(field, f"names {brief(name)}: only embed_tokens and lm_head are supported")
     return _TABLES[name]
 
 

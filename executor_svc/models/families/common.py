@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from cadenza_common.brief import brief
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig
@@ -91,13 +92,14 @@ def _head_size(fields: Fields, hidden_size: int, num_heads: int, default: int | 
 def _activation(fields: Fields, name: str, default: str, supported: dict[str, Activation]) -> Activation:
     named = default if fields.get(name) is None else fields.get(name)
     if not isinstance(named, str) or named not in supported:
-        raise fields.error(name, f"{named!r} is not supported; supported: {', '.join(supported)}")
+        raise fields.error(name, f"{brief(named)} is not supported; supported: {', '.join(supported)}")
     return supported[named]
 
 
 def _refuse_unsupported(fields: Fields) -> None:
     for name in _EXPERTS:
-        fields.refuse(name, "mixtures of experts are not supported")
+        if fields.get(name) not in (None, 0) and fields.integer(name):
+            raise fields.error(name, f"is {fields.get(name)}: mixtures of experts are not supported")
     fields.refuse("use_bidirectional_attention", "attention must be causal")
 
 
@@ -115,12 +117,12 @@ def layer_windows(
     if types is None:
         types = ["sliding_attention" if default(i) else "full_attention" for i in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers:
-        shown = f"{len(types)} entries" if isinstance(types, list) else repr(types)
+        shown = f"{len(types)} entries" if isinstance(types, list) else brief(types)
         raise fields.error("layer_types", f"must be a list with num_hidden_layers {num_layers} entries, not {shown}")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             raise fields.error(
-                "layer_types", f"{kind!r} is not supported; supported: full_attention, sliding_attention"
+                "layer_types", f"{brief(kind)} is not supported; supported: full_attention, sliding_attention"
             )
     if window is None and "sliding_attention" in types:
         raise fields.error("sliding_window", "must be a positive integer: layer_types has sliding_attention")

@@ -93,6 +93,7 @@ class GgufWeights(Weights):
                 blocks = _halves_of(stored.rows_alone(chosen), head_rows, rows)
             for read in blocks:
                 block = read.to(self._dtype)
+                self._check_finite(name, block)
                 content.update(block)
                 yield block
         self._add(name, shape, content.digest())

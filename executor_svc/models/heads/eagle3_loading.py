@@ -70,6 +70,7 @@ def load_eagle3(name: str, config: ExecutorConfig, device: Device, target: Loade
             model = reader.head(max_model_len)
         if isinstance(weights, SafetensorsWeights):
             weights.check_all_used(lambda tensor: tensor.endswith(_UNUSED))
+        weights.refuse_not_finite(f"model folder {checkpoint.folder}")
         probe(config, device)
         layers = layers_of(model, device, weights.num_parameters + reader.num_shared, few_bits)
         return LoadedDraft(model, layers, spec.decoder.context_limit, weights.num_parameters)

@@ -11,6 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from cadenza_common.brief import brief
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import layer_windows, optional_window, with_windows
 from executor_svc.models.families.llama import read_llama
@@ -93,7 +94,7 @@ def _old_decoder(content: dict[str, Any], fields: Fields) -> DecoderSpec:
     if not isinstance(named, list) or not any(name in _OLD_NAMES for name in named):
         raise fields.error(
             "architectures",
-            f"is {named!r}: no EAGLE-3 head. Supported: {', '.join(_OLD_NAMES)}, or speculators_model_type eagle3",
+            f"is {brief(named)}: no EAGLE-3 head. Supported: {', '.join(_OLD_NAMES)}, or speculators_model_type eagle3",
         )
     return _windowed_llama(content)
 
@@ -101,16 +102,16 @@ def _old_decoder(content: dict[str, Any], fields: Fields) -> DecoderSpec:
 def _new_decoder(content: dict[str, Any], fields: Fields) -> DecoderSpec:
     kind = content["speculators_model_type"]
     if kind != "eagle3":
-        raise fields.error("speculators_model_type", f"{kind!r} is not supported; supported: eagle3")
+        raise fields.error("speculators_model_type", f"{brief(kind)} is not supported; supported: eagle3")
     inner = content.get("transformer_layer_config")
     if not isinstance(inner, dict):
-        raise fields.error("transformer_layer_config", f"must be an object, not {inner!r}")
+        raise fields.error("transformer_layer_config", f"must be an object, not {brief(inner)}")
     model_type = inner.get("model_type")
     if model_type == "llama":
         return _windowed_llama(inner)
     if model_type == "qwen3":
         return read_qwen3(inner)
-    raise fields.error("transformer_layer_config", f"has model_type {model_type!r}; supported: llama, qwen3")
+    raise fields.error("transformer_layer_config", f"has model_type {brief(model_type)}; supported: llama, qwen3")
 
 
 def _windowed_llama(content: dict[str, Any]) -> DecoderSpec:
@@ -145,4 +146,4 @@ def _refuse_unsupported(fields: Fields, options: Fields) -> None:
         if each.get("is_causal") is False:
             raise each.error("is_causal", "is false: attention must be causal")
         if each.get("logit_scale") not in (None, 1, 1.0):
-            raise each.error("logit_scale", f"is {each.get('logit_scale')!r}; supported: 1")
+            raise each.error("logit_scale", f"is {brief(each.get('logit_scale'))}; supported: 1")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from cadenza_common.brief import brief
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.models.base import WeightSource
@@ -64,6 +65,7 @@ def load_mtp(config: ExecutorConfig, device: Device, target: LoadedModel) -> Loa
             model = reader.head(max_model_len)
         if isinstance(weights, SafetensorsWeights):
             weights.check_all_used(lambda tensor: not tensor.startswith(_LAYER))
+        weights.refuse_not_finite(f"model folder {checkpoint.folder}")
         probe(config, device)
         layers = layers_of(model, device, weights.num_parameters + reader.num_shared, few_bits)
         return LoadedDraft(model, layers, spec.context_limit, weights.num_parameters)
@@ -74,11 +76,11 @@ def _head_spec(config: ExecutorConfig, checkpoint: Checkpoint) -> DecoderSpec:
     named, model = checkpoint.content.get(MTP_LAYERS_FIELD), f"--speculative {config.speculative}: {config.model}"
     if not named:
         where = "config.json" if checkpoint.gguf is None else "the GGUF file"
-        found = f"is not in {where}" if named is None else f"is {named!r}"
+        found = f"is not in {where}" if named is None else f"is {brief(named)}"
         raise LoaderError(f"{model} has no MTP head ({MTP_LAYERS_FIELD} {found}); supported: that of {_ARCHITECTURE}")
     if checkpoint.architecture != _ARCHITECTURE:
         raise LoaderError(
-            f"{model} has no MTP head that is supported ({MTP_LAYERS_FIELD} is {named!r}, the "
+            f"{model} has no MTP head that is supported ({MTP_LAYERS_FIELD} is {brief(named)}, the "
             f"architecture {', '.join(checkpoint.names) or 'none'}); supported: that of {_ARCHITECTURE}"
         )
     spec = checkpoint.read_spec()

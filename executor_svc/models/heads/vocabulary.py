@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cadenza_common.brief import brief
 from cadenza_common.gguf.file import GgufError
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
 
@@ -32,8 +33,9 @@ def check_same_tokens(draft: str, target: str) -> bool:
     if differing:
         first = differing[0]
         raise LoaderError(
-            f"its vocabulary is not the target's: token {first} is {ours[first]!r} in the draft's tokenizer and "
-            f"{theirs[first]!r} in that of --model; {len(differing)} of {len(ours.keys() & theirs.keys())} ids differ"
+            f"its vocabulary is not the target's: token {first} is {brief(ours[first])} in the draft's tokenizer and "
+            f"{brief(theirs[first])} in that of --model; {len(differing)} of {len(ours.keys() & theirs.keys())} ids "
+            "differ"
         )
     return True
 

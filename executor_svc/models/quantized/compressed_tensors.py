@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cadenza_common.brief import brief
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.quantized.fp8 import block_of
@@ -67,16 +68,20 @@ class CompressedTensors:
         return open_mxfp4(tensors, prefix, shape)
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of a linear, None if it is dense; names precede patterns, patterns precede classes."""
+        """Return the scheme of a linear, None if it is dense.
+
+        Names precede patterns, patterns precede classes, and of several patterns or classes the first by its letters
+        counts, in whatever group it is: so does the library that writes such files. (vLLM takes the first group.)
+        """
         if any(target.rank(module) is not None for target in self.ignored):
             return None
         ranked = [
-            (rank, index)
+            (rank, target.text, index)
             for index, (targets, _) in enumerate(self.groups)
-            for rank in (target.rank(module) for target in targets)
-            if rank is not None
+            for target in targets
+            if (rank := target.rank(module)) is not None
         ]
-        return self.groups[min(ranked)[1]][1] if ranked else None
+        return self.groups[min(ranked)[2]][1] if ranked else None
 
 
 def parse(fields: Fields) -> CompressedTensors:
@@ -90,7 +95,21 @@ def parse(fields: Fields) -> CompressedTensors:
     if not names:
         raise fields.error("config_groups", "is empty: it must name the quantized linears")
     found = [_group(groups.section(name), fields.get("format")) for name in names]
+    _refuse_ambiguous(groups, names, found)
     return CompressedTensors(tuple(found), _targets(fields, "ignore"))
+
+
+def _refuse_ambiguous(groups: Fields, names: list[str], found: list[tuple[tuple[_Target, ...], Scheme | None]]) -> None:
+    """Raise ModelConfigError for a target of two groups with different schemes: nothing says which one counts."""
+    first: dict[str, int] = {}
+    for index, (targets, scheme) in enumerate(found):
+        for target in targets:
+            other = first.setdefault(target.text, index)
+            if found[other][1] != scheme:
+                raise groups.error(
+                    f"{names[index]}.targets",
+                    f"has {brief(target.text)}, as has {names[other]} with another scheme: which one counts is open",
+                )
 
 
 def _targets(fields: Fields, name: str) -> tuple[_Target, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cadenza_common.brief import brief
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.quantized.group_numbers import Grouping
@@ -50,5 +51,5 @@ def block_of(fields: Fields, name: str) -> Grouping:
     size = fields.get(name)
     whole = isinstance(size, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in size)
     if not whole or len(size) != 2 or not all(1 <= each <= _LARGEST_BLOCK for each in size):
-        raise fields.error(name, f"must be [rows, columns] of a block, not {size!r}")
+        raise fields.error(name, f"must be [rows, columns] of a block, not {brief(size)}")
     return Grouping("block", (size[0], size[1]))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from cadenza_common.brief import brief
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.config_fields import Fields
@@ -69,8 +70,7 @@ def read_quantization(folder: Path, content: dict[str, Any]) -> Quantization | N
 
 def _section(folder: Path, content: dict[str, Any]) -> tuple[Fields, object] | None:
     """Return the options of the quantization and the name of its method, None if there are none."""
-    mlx = content.get("quantization")
-    if isinstance(mlx, dict) and "bits" in mlx:
+    if Fields(content).section("quantization").has("bits"):
         raise Fields(content).error("quantization", f"is that of MLX: not supported. {_INSTEAD}")
     for name in _SECTIONS:
         section = Fields(content).section(name)
@@ -89,5 +89,5 @@ def _refusal(fields: Fields, named: object) -> str:
         named = "bitsandbytes"
     if named == "mxfp4":
         return f"is 'mxfp4': it is known for the experts of gpt-oss alone. {_INSTEAD}"
-    problem = "is missing" if named is None else f"is {named!r}: not supported"
+    problem = "is missing" if named is None else f"is {brief(named)}: not supported"
     return f"{problem}; supported: {', '.join(_METHODS)}. {_INSTEAD}"

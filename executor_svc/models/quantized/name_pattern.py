@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import regex
 
+from cadenza_common.brief import brief
 from executor_svc.models.folder import LoaderError
 
 _MOST_CHARACTERS = 1000
@@ -65,14 +66,16 @@ class NamePattern:
             )
         counts = [int(count) for braces in _COUNTS.findall(text) for count in re.findall("[0-9]+", braces)]
         if len(text) * math.prod(max(1, count) for count in counts) > _MOST_REPEATED:
-            raise PatternError(f"{text!r}, whose repeats multiply to too many: patterns like that are not supported")
+            raise PatternError(
+                f"{brief(text)}, whose repeats multiply to too many: patterns like that are not supported"
+            )
         self._text = text
         self._file = file
         self._limit = limit or MatchTime()
         try:
             self._compiled: Any = self._spend(lambda _: regex.compile(text))
         except (regex.error, OverflowError, RecursionError, ValueError) as error:
-            raise PatternError(f"{text!r}, which is not a pattern: {error}") from error
+            raise PatternError(f"{brief(text)}, which is not a pattern: {error}") from error
 
     def __repr__(self) -> str:
         return f"NamePattern({self._text!r})"
@@ -95,6 +98,6 @@ class NamePattern:
             return self._limit.spend(work)
         except TimeoutError:
             raise LoaderError(
-                f"{self._file}: the pattern {self._text!r} takes more than {self._limit.seconds:g} s to match names "
-                "of linears"
+                f"{self._file}: the pattern {brief(self._text)} takes more than {self._limit.seconds:g} s to match "
+                "names of linears"
             ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
+from cadenza_common.brief import brief
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.quantized.name_pattern import NamePattern, PatternError
 
@@ -34,7 +35,7 @@ def text_of(fields: Fields, name: str, default: str, supported: tuple[str, ...])
     """Return a field's text in lower case; raises ModelConfigError unless it is one of these."""
     value = default if fields.get(name) is None else fields.get(name)
     if not isinstance(value, str) or value.lower() not in supported:
-        raise fields.error(name, f"is {value!r}: not supported; supported: {', '.join(supported)}")
+        raise fields.error(name, f"is {brief(value)}: not supported; supported: {', '.join(supported)}")
     return value.lower()
 
 
@@ -56,5 +57,5 @@ def texts_of(fields: Fields, name: str) -> tuple[str, ...]:
     value = fields.get(name)
     value = [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise fields.error(name, f"must be a list of texts, not {value!r}")
+        raise fields.error(name, f"must be a list of texts, not {brief(value)}")
     return tuple(value)

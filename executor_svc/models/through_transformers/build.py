@@ -64,6 +64,7 @@ def build(
     with _as_loader_errors(choice, folder), _quiet():
         model = _load(choice, folder, implementation, builder, dummy_seed)
         num_parameters, digest = sum(parameter.numel() for parameter in model.parameters()), _digest(model)
+        _refuse_not_finite(model, folder)
         hosted, found = _host(model, patch, max_model_len, block_size, builder)
     return Built(hosted, found.names, found.hidden_size, num_parameters, digest, _spec_digest(choice))
 
@@ -175,6 +176,20 @@ def _digest(model: Any) -> bytes:
         content.update(tensor.cpu())
         digest.update(content.digest())
     return digest.digest()
+
+
+def _refuse_not_finite(model: Any, folder: Path) -> None:
+    """Raise LoaderError if weights are NaN or infinite: the check of logits would blame Cadenza's attention."""
+    table = model.get_input_embeddings().weight
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.numel() and not all(bound.isfinite() for bound in weight.aminmax()):
+            if weight is table and weight is not model.get_output_embeddings().weight:
+                _log.warning("model folder %s: tensor %s holds NaN or infinite numbers", folder, name)
+                continue
+            raise LoaderError(
+                f"model folder {folder}: tensor {name} holds NaN or infinite numbers: the checkpoint is damaged, or "
+                "made for another dtype"
+            )
 
 
 def _spec_digest(choice: Choice) -> bytes:

@@ -231,7 +231,32 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (_write("config.json", "{"), "config.json cannot be read"),
     (_write("config.json", "[]"), "no JSON object"),
     (_write("config.json", "{}"), f"architecture none .* supported: {', '.join(ARCHITECTURES)}"),
-    (_write("config.json", '{"architectures": "LlamaForCausalLM"}'), "architecture none"),
+    (_config(architectures="LlamaForCausalLM"), "config.json: architectures must be a list of texts, not 'LlamaForC"),
+    (_config(architectures=[["LlamaForCausalLM"]]), "config.json: architectures must be a list of texts, not an array"),
+    (_config(model_type=["llama"]), r"config.json: model_type must be a text, not \['llama'\]"),
+    (_config(dtype=["bfloat16"]), r"config.json: dtype must be a text, not \['bfloat16'\]"),
+    (_config(torch_dtype=16), "config.json: torch_dtype must be a text, not 16"),
+    (_config(dtype="bfloat17"), "config.json: dtype is 'bfloat17', which is no dtype, such as bfloat16"),
+    (_write("config.json", "[" * 100_000), "config.json cannot be read: it is nested too deeply"),
+    (_write("config.json", "1" * 5000), r"config.json cannot be read: Exceeds the limit \(4300 digits\)"),
+    (
+        _config(vocab_size=10**400),
+        "config.json: vocab_size must be at most 9223372036854775807, not a number of 1329 b",
+    ),
+    (_config(rms_norm_eps=10**400), "config.json: rms_norm_eps must be a number above 0, not a number of 1329 bits"),
+    (_config(hidden_act="x" * 10**6), r"config.json: hidden_act 'x{99}\.\.\. is not supported; supported: silu, swish"),
+    (_config(architectures=["x" * 10**6]), r"architecture x{200} in config.json, .* supported: Gemma2"),
+    (
+        _config(eos_token_id="x" * 10**6),
+        r"config.json: eos_token_id must be a token id or a list of them, not 'x{99}\.\.",
+    ),
+    (_write("generation_config.json", '{"eos_token_id": {"a": 1}}'), r"eos_token_id must be .*, not \{'a': 1\}"),
+    (_write("generation_config.json", '{"bos_token_id": 1.0}'), "generation_config.json: bos_token_id must be .* 1.0"),
+    (_write("generation_config.json", "[" * 100_000), "generation_config.json cannot be read: it is nested too deeply"),
+    (_write("generation_config.json", "[]"), "generation_config.json holds no JSON object"),
+    (_config(quantization_config="gptq"), "config.json: quantization_config must be an object, not 'gptq'"),
+    (_config(quantization_config=[]), r"config.json: quantization_config must be an object, not \[\]"),
+    (_write("hf_quant_config.json", '{"quantization": []}'), "hf_quant_config.json: quantization must be an object"),
     (_config(architectures=["GPT2LMHeadModel"]), f"GPT2LMHeadModel .* supported: {', '.join(ARCHITECTURES)}"),
     (_config(hidden_size=None), "config.json: hidden_size must be"),
     (_config(rope_parameters={"rope_type": "mrope"}), "config.json: rope_parameters.rope_type 'mrope'"),
@@ -260,6 +285,35 @@ def test_broken_folders(folder: Path, damage: Callable[[Path], None], message: s
     with pytest.raises(LoaderError, match=message) as raised:
         load(folder)
     assert str(folder) in str(raised.value)
+    assert len(str(raised.value)) < 1000
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("model.layers.1.mlp.up_proj.weight", "nan"), ("lm_head.weight", "inf"), ("model.norm.weight", "-inf")],
+)
+@pytest.mark.parametrize("options", [{}, {"numerics": "fast"}, {"dtype": "bfloat16"}])
+def test_numbers_that_are_not_finite_are_the_checkpoints(
+    folder: Path, name: str, value: str, options: dict[str, Any]
+) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name].view(-1)[-1] = float(value)
+    save_file(tensors, path)
+    with pytest.raises(
+        LoaderError, match=f"model folder .*: 1 tensors hold NaN or infinite numbers: {name}: the check"
+    ):
+        load(folder, **options)
+
+
+def test_an_unused_row_of_the_embeddings_may_be_nan(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][-1, 0] = float("nan")
+    save_file(tensors, path)
+    load(folder)
+    assert "model.embed_tokens.weight holds NaN or infinite numbers: texts with such tokens fail" in caplog.text
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "models/of/mine", "~/nowhere-at-all"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from executor_svc.models.base import ModelConfigError
+from executor_svc.models.config_fields import Fields
 from executor_svc.models.registry import ARCHITECTURES
 from executor_svc.models.rope_fields import ROPE_TYPES
 from executor_svc.models.spec import DecoderSpec
@@ -243,7 +247,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mimo", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be a positive integer, not -1"),
     ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer, not 0"),
     ("mistral", {"layer_types": ["full_attention"] * 6}, "layer_types is"),
-    ("granite", {"residual_multiplier": "a"}, "residual_multiplier must be a number above 0, not 'a'"),
+    ("granite", {"residual_multiplier": "a"}, "residual_multiplier must be a number of at least 0, not 'a'"),
     ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0, not 0"),
     ("llama", {"rope_scaling": 4.0}, "rope_scaling must be an object, not 4.0"),
     (
@@ -251,7 +255,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         scaled("mrope"),
         f"rope_parameters.rope_type 'mrope' is not supported; supported: {', '.join(ROPE_TYPES)}",
     ),
-    ("llama", scaled(["yarn"]), "rope_parameters.rope_type ['yarn'] is not supported"),
+    ("llama", scaled(["yarn"]), "rope_parameters.rope_type must be a text, not ['yarn']"),
     ("llama", {"rope_scaling": {"type": "ntk"}}, "rope_scaling.type 'ntk' is not supported"),
     ("llama", scaled("linear"), "rope_parameters.factor must be a number of at least 1, not None"),
     ("llama", scaled("dynamic", factor=0.5), "rope_parameters.factor must be a number of at least 1, not 0.5"),
@@ -295,6 +299,60 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_refused(family: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError, match=f"^config.json: .*{re.escape(message)}"):
         read(family, **fields)
+
+
+WRONG: list[Any] = [
+    [], {}, "", "x" * 10**6, True, False, -1, 3.5, 1e308, float("nan"), float("inf"), 10**400, -(10**400), ["a"],
+    {"a": {}}, [[]] * 10**5, "\x1b[31m\n", 2**63,
+]  # fmt: skip
+
+
+def check_refusals(family: str, tries: Iterable[dict[str, Any]]) -> None:
+    """Some are read, and the others refused."""
+    count, messages = 0, []
+    for fields in tries:
+        count += 1
+        try:
+            read(family, **fields)
+        except ModelConfigError as error:
+            messages.append(str(error))
+    assert len(messages) > count / 2
+    for message in messages:
+        assert message.startswith("config.json: ")
+        assert len(message) < 500
+        assert message.isprintable()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mimo"])
+def test_any_value_of_any_field_is_read_or_refused_in_one_line(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each field that is read is given each of these."""
+    seen: set[str] = set()
+    get = Fields.get
+    monkeypatch.setattr(Fields, "get", lambda fields, name: seen.add(fields._path + name) or get(fields, name))
+    read(family)
+
+    def tries() -> Iterator[dict[str, Any]]:
+        for place, value in itertools.product(sorted(seen), WRONG):
+            *sections, name = place.split(".")
+            for section in reversed(sections):
+                value, name = {name: value}, section
+            yield {name: value}
+
+    check_refusals(family, tries())
+
+
+@pytest.mark.parametrize("kind", ROPE_TYPES)
+def test_any_value_of_a_rotary_embedding(kind: str) -> None:
+    whole = {**LLAMA3, **LONG, "rope_theta": 1e4, "beta_fast": 32, "mscale": 1, "truncate": True, "rope_type": kind}
+    check_refusals(
+        "llama", ({"rope_parameters": whole | {name: value}} for name in ("rope_type", "rope_theta") for value in WRONG)
+    )
+    fields = {"factor", "low_freq_factor", "short_factor", "attention_factor", "original_max_position_embeddings"} | {
+        *whole
+    }
+    for name, value in itertools.product(sorted(fields), WRONG):
+        with contextlib.suppress(ModelConfigError):
+            read("llama", rope_parameters=whole | {name: value})
 
 
 def rows(heading: str) -> list[list[str]]:

@@ -43,25 +43,33 @@ _QWEN2 = PreTokenizer((_words(r"\p{N}"),))
 _TEKKEN = PreTokenizer((rf"{_CASED % ('', '')}|\p{{N}}|{_CASED_OTHERS}",), ignores_merges=True, adds_bos=True)
 _GPT4O = PreTokenizer((rf"{_CASED % (f'{_ENDINGS}?', f'{_ENDINGS}?')}|\p{{N}}{{1,3}}|{_CASED_OTHERS}",))
 
-PRE_TOKENIZERS = {
-    "default": _DEFAULT,
-    "gpt-2": _GPT2_WORDS,
-    "phi-2": _GPT2_WORDS,
-    "granite-docling": _GPT2_WORDS,
-    "smollm": _SINGLE_DIGITS,
-    "starcoder": _SINGLE_DIGITS,
-    "refact": _SINGLE_DIGITS,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "pixtral": _LLAMA3,
-    "dbrx": _LLAMA3_MERGED,
-    "smaug-bpe": _LLAMA3_MERGED,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "megrez": _QWEN2,
-    "tekken": _TEKKEN,
-    "gpt-4o": _GPT4O,
+_LLAMA3_OWN_BOS = PreTokenizer(_LLAMA3.patterns, ignores_merges=True)
+_QWEN35 = PreTokenizer(
+    (
+        rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}",
+    )
+)
+_FALCON = PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"))
+_DEEPSEEK_CODER = PreTokenizer(
+    (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+", r"\p{N}")
+)
+
+_NAMES = {
+    _DEFAULT: "default",
+    _GPT2_WORDS: "gpt-2 phi-2 granite-docling a.x-4.0 exaone4 gigachat jais jina-de jina-es jina-v2-de jina-v2-es "
+    "mellum modern-bert mpt olmo trillion",
+    _SINGLE_DIGITS: "smollm starcoder refact codeshell command-r exaone mellum2 minerva-7b",
+    _LLAMA3: "llama-bpe llama3 llama-v3 falcon3 pixtral falcon-h1 jina-v5-nano lfm2 midm-2.0",
+    _LLAMA3_OWN_BOS: "glm4 glm5",
+    _LLAMA3_MERGED: "dbrx smaug-bpe chatglm-bpe",
+    _QWEN2: "qwen2 deepseek-r1-qwen megrez f2llmv2 grok-2 hunyuan kormo solar-open stablelm2",
+    _QWEN35: "qwen35",
+    _TEKKEN: "tekken",
+    _GPT4O: "gpt-4o kanana2 llama4 minimax-m2 talkie",
+    _FALCON: "falcon",
+    _DEEPSEEK_CODER: "deepseek-coder",
 }
 """Granite has refact, Phi-4 dbrx, Phi-4-mini gpt-4o, Mistral Nemo tekken."""
+
+PRE_TOKENIZERS = {name: rules for rules, names in _NAMES.items() for name in names.split()}

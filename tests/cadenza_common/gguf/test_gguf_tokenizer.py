@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 
+from cadenza_common.gguf.metadata import GgufError
+from cadenza_common.gguf.pre_tokenizers import PRE_TOKENIZERS
+from cadenza_common.gguf.tokenizer import load_gguf_tokenizer
 from scheduler_svc.requests.chats.fields import ChatFields, MessageFields
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from tests.helpers import real_files
 from tests.helpers.models.gguf_vocabularies import DEMO, Pairs, recorded, vocabulary, write_vocabulary
 
 CHAT = ChatFields((MessageFields("user", "Hi"),), add_generation_prompt=False)
@@ -38,6 +44,52 @@ def test_the_recorded_pre_tokenizers_differ() -> None:
     distinct = {name: str(ids[f"bpe-{name}"]) for name in names}
     assert len(set(distinct.values())) == len(names)
     assert ids["bpe-without-pre"] == ids["bpe-default"][: len(ids["bpe-without-pre"])]
+
+
+@pytest.mark.parametrize(
+    ("names", "recorded_as"),
+    [
+        ("a.x-4.0 exaone4 gigachat jais mellum modern-bert mpt olmo trillion", "gpt-2"),
+        ("codeshell command-r exaone mellum2 minerva-7b", "smollm"),
+        ("falcon-h1 lfm2 midm-2.0", "llama-bpe"),
+        ("chatglm-bpe", "dbrx"),
+        ("f2llmv2 grok-2 hunyuan kormo solar-open stablelm2", "qwen2"),
+        ("kanana2 llama4 minimax-m2 talkie", "gpt-4o"),
+    ],
+)
+def test_names_of_the_same_rules(names: str, recorded_as: str) -> None:
+    """As llama.cpp has them."""
+    assert {PRE_TOKENIZERS[name] for name in names.split()} == {PRE_TOKENIZERS[recorded_as]}
+
+
+def test_glm_has_llama3s_words_and_no_bos() -> None:
+    assert PRE_TOKENIZERS["glm4"] == replace(PRE_TOKENIZERS["llama-bpe"], adds_bos=False)
+
+
+@pytest.mark.real
+def test_ids_of_llama_cpps_own_tests() -> None:
+    """The strings beside its vocabularies, and their ids."""
+    checked, refused = set(), []
+    for name, path in real_files.vocabularies().items():
+        texts, ids = path.with_name(f"{path.name}.inp"), path.with_name(f"{path.name}.out")
+        try:
+            tokenizer = load_gguf_tokenizer(path)
+        except GgufError as error:
+            refused.append(str(error))
+            continue
+        if not texts.exists():
+            continue
+        checked.add(name)
+        tried = texts.read_bytes().decode().split("\n__ggml_vocab_test__\n")
+        for text, expected in zip(tried, ids.read_text().split("\n"), strict=True):
+            found = tokenizer.encode(text, add_special_tokens=False)
+            assert found == [int(token_id) for token_id in expected.split()], (name, text)
+    for problem in refused:
+        assert re.search(r"tokenizer\.ggml\.(model|pre) is '(bert|t5|gemma4|deepseek-llm)'; supported", problem)
+    assert checked == {
+        "command-r", "deepseek-coder", "falcon", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35",
+        "refact", "starcoder",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [BYTE_LEVEL, "bpe-qwen2", SENTENCEPIECE, "spm-gemma"])

@@ -196,6 +196,29 @@ def test_targets_and_ignored_modules() -> None:
     assert found == [None, None, None, (4, 32), (8, 32), (4, 16), None]
 
 
+def test_of_overlapping_patterns_the_first_by_its_letters_counts() -> None:
+    """As match_targets of compressed-tensors sorts them, in whatever order the groups are."""
+    eight = GROUP_0 | {"weights": GROUP_0["weights"] | {"num_bits": 8}, "targets": ["re:.*down_proj$", "Module"]}
+    sixteen = GROUP_0 | {"weights": GROUP_0["weights"] | {"group_size": 16}, "targets": ["re:.*[.]mlp[.].*", "Linear"]}
+    groups = {"group_0": eight, "group_1": sixteen}
+    for ordered in (groups, dict(reversed(groups.items()))):
+        quantization = read(W4 | {"config_groups": ordered, "ignore": []})
+        assert isinstance(quantization, CompressedTensors)
+        down: Any = quantization.scheme_of("model.layers.0.mlp.down_proj")  # "[" precedes "d"
+        assert (down.bits, down.grouping.size[1]) == (4, 16)
+        q: Any = quantization.scheme_of("model.layers.0.self_attn.q_proj")  # Linear precedes Module
+        assert (q.bits, q.grouping.size[1]) == (4, 16)
+
+
+def test_one_target_in_two_groups() -> None:
+    eight = GROUP_0 | {"weights": GROUP_0["weights"] | {"num_bits": 8}, "targets": ["re:.*down_proj$", "Linear"]}
+    problem = r"config_groups.group_1.targets has 'Linear', as has group_0 with another scheme: which one counts is op"
+    with pytest.raises(LoaderError, match=problem):
+        read(W4 | {"config_groups": {"group_0": GROUP_0, "group_1": eight}})
+    same = GROUP_0 | {"targets": ["Linear", "re:x"]}
+    assert read(W4 | {"config_groups": {"group_0": GROUP_0, "group_1": same}}) is not None
+
+
 def test_options_of_single_linears_of_gptqmodel() -> None:
     dynamic = {"-:.*q_proj": {}, r"+:.*\.1\..*down_proj": {"bits": 8, "group_size": -1}}
     quantization = read({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": dynamic})

@@ -299,17 +299,22 @@ async def _print_streams(request: _Prompts, prompts: list[_Prompt]) -> None:
             queue.put_nowait(None)
 
     running = [asyncio.create_task(_keep_error(pump(p, q))) for p, q in zip(prompts, queues, strict=True)]
+    has_text = False
     try:
         for index, (prompt, queue, work) in enumerate(zip(prompts, queues, running, strict=True)):
             if len(prompts) > 1:
                 write(f"{'' if index == 0 else chr(10)}── {prompt}\n")
-            has_text = False
             while (text := await queue.get()) is not None:
                 write(text)
                 has_text = True
             if has_text or await work is None:
                 write("\n")
+            has_text = False
         errors = await asyncio.gather(*running)
+    except asyncio.CancelledError:  # Ctrl-C: what the shell writes begins on a line of its own
+        if has_text:
+            write("\n")
+        raise
     finally:  # after Ctrl-C or a closed stdout, the remaining answers are not needed
         for task in running:
             task.cancel()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from cadenza.adapters import Adapters, lora_requests
 from cadenza.calls.reconnect import checked_timeout
@@ -30,6 +32,9 @@ from cadenza_launcher.llm_options import LLMOptions
 from cadenza_launcher.local import LocalServices, log_line
 from cadenza_launcher.progress.bar import UseTqdm, prompts_bar
 from cadenza_launcher.progress.loading import LoadProgress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 RECONNECT_TIMEOUT_S = 600.0
@@ -94,6 +99,7 @@ class LLM:
             reconnect_timeout_s=reconnect_timeout_s,
             tls=self._services.tls or False,
         )
+        self._tokenizer: PreTrainedTokenizerBase | None = None
         services = self._services  # not self, which must be collected as soon as nobody refers to it
         self._client._expect_server(lambda: services.failure is not None)
 
@@ -195,6 +201,21 @@ class LLM:
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; invalid UTF-8 becomes U+FFFD."""
         return self._guarded(lambda: self._client.detokenize(token_ids, skip_special_tokens))
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer as transformers has it, loaded from what the scheduler uses; the same at each call.
+
+        It encodes and decodes in this program. Raises FailedPreconditionError if the model has none.
+        """
+        if self._tokenizer is None:
+            # Imported here: it takes seconds, and most programs send texts.
+            from transformers import AutoTokenizer
+
+            with tempfile.TemporaryDirectory(prefix="cadenza-tokenizer-") as folder:
+                for name, content in self._guarded(self._client._tokenizer_files).items():
+                    Path(folder, Path(name).name).write_bytes(content)
+                self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return self._tokenizer
 
     def model_info(self) -> ModelInfo:
         """Describe the model."""

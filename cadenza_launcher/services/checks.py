@@ -64,7 +64,7 @@ def check_files(model: str, settings: Mapping[str, Setting]) -> None:
     try:
         check_model_files(Path(model), with_weights=_value(settings, "load_format") != "dummy")
     except StartError as error:
-        raise OptionError(f"option model: {error}") from None
+        raise OptionError(f"option model: {str(error).removeprefix(f'--model {model}: ')}") from None
 
 
 def check_device(settings: Mapping[str, Setting]) -> None:

@@ -297,11 +297,14 @@ def _checked(service: str, model: str, settings: Mapping[str, Setting]) -> dict[
 
 def _own_tokenizer(model: str) -> list[str]:
     """Arguments that name the tokenizer of a model's folder or file, so that the scheduler loads it while the executor
-    loads."""
-    from executor_svc.models.folder import tokenizer_of
+    loads. There are none for a broken file, which `checks.check_files` refuses."""
+    from executor_svc.models.folder import LoaderError, tokenizer_of
 
     folder = Path(model)
-    source = tokenizer_of(model, folder) if folder.exists() else ""
+    try:
+        source = tokenizer_of(model, folder) if folder.exists() else ""
+    except LoaderError:
+        source = ""
     return to_arguments({"tokenizer": source}) if source else []
 
 

@@ -233,6 +233,17 @@ class AsyncClient:
         )
         return (await self._call(self._stub().Detokenize(request))).text
 
+    async def _tokenizer_files(self) -> dict[str, bytes]:
+        """The files of the model's tokenizer by name, as transformers loads them from a folder."""
+
+        async def read() -> dict[str, bytes]:
+            found: dict[str, bytearray] = {}
+            async for piece in self._stub().GetTokenizerFiles(generation_pb2.GetTokenizerFilesRequest()):
+                found.setdefault(piece.name, bytearray()).extend(piece.data)
+            return {name: bytes(content) for name, content in found.items()}
+
+        return await self._call(read())
+
     async def abort(self, request_id: str) -> bool:
         """End a request at once; False if no such request was running."""
         request = generation_pb2.AbortRequest(request_id=parse_request_id(request_id))

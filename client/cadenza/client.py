@@ -201,6 +201,9 @@ class Client:
         """Text of token ids; invalid UTF-8 becomes U+FFFD."""
         return self._loop.call(lambda: self._client.detokenize(token_ids, skip_special_tokens))
 
+    def _tokenizer_files(self) -> dict[str, bytes]:
+        return self._loop.call(lambda: self._client._tokenizer_files())
+
     def abort(self, request_id: str) -> bool:
         """End a request at once; False if no such request was running."""
         return self._loop.call(lambda: self._client.abort(request_id))

@@ -76,7 +76,7 @@ def _download(model: str, patterns: list[str]) -> Path:
 
 
 def check_files(model: Path, with_weights: bool) -> None:
-    """Check that a folder holds a model, as far as the names of its files show it, or a GGUF file's header.
+    """Check that a folder holds a model, as far as its files' names and headers show it, or a GGUF file's header.
 
     Raises LoaderError.
     """
@@ -85,10 +85,23 @@ def check_files(model: Path, with_weights: bool) -> None:
 
 
 def check_folder(folder: Path, with_weights: bool) -> None:
-    """Check that a folder holds a model, as far as the names of its files show it; raises LoaderError."""
+    """Check that a folder holds a model, as far as its files' names and headers show it; raises LoaderError."""
     read_json(folder, "config.json", required=True)
     if with_weights:
-        find_weights(folder)
+        found = find_weights(folder)
+        for path in dict.fromkeys(found.values()) if isinstance(found, dict) else [found]:
+            check_safetensors(path)
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise LoaderError for a file that is no safetensors file, or whose header does not fit it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except (OSError, ValueError, SafetensorError) as error:
+        raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error
 
 
 def _is_weight_file(name: str) -> bool:

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cadenza_common.brief import one_line
 from cadenza_common.gguf.file import find_gguf
 from cadenza_common.gguf.metadata import GgufError
 from cadenza_common.gguf.tokenizer import load_gguf_tokenizer
 from scheduler_svc.requests.chats.fields import ChatFields
 from scheduler_svc.requests.chats.renderer import ChatRenderer, ChatSettings, templates_of
+from scheduler_svc.requests.tokenizer_files import problem_of
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -31,6 +33,8 @@ _INLINE_CHARS = 4096
 _CHATS = ChatSettings()
 MAX_ADDED_TOKENS = 4096
 """Added tokens that a model's description names."""
+_MOST_REASON = 500
+"""Characters of a message about a tokenizer that cannot be loaded."""
 _FUSED = (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"])
 """Decoders of sentencepiece models with byte fallback, as Llama 2 and Gemma have."""
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -72,6 +76,9 @@ def load_tokenizer(source: str, *, required: bool = False, chats: ChatSettings =
         return None
     if not folder.is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
         raise TokenizerError(f"there is no folder {source!r} {_HINT}")
+    problem = problem_of(folder)
+    if problem is not None:
+        raise TokenizerError(f"cannot load a tokenizer from {source!r}: {problem} {_HINT}")
     try:
         # Imported here: it takes seconds, and a service for token ids only does not need it.
         from transformers import AutoTokenizer
@@ -79,9 +86,18 @@ def load_tokenizer(source: str, *, required: bool = False, chats: ChatSettings =
         # False, not the default: that asks on a terminal whether to run the folder's own code.
         inner = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as exc:
-        reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
-        raise TokenizerError(f"cannot load a tokenizer from {source!r}: {reason} {_HINT}") from exc
+        raise TokenizerError(f"cannot load a tokenizer from {source!r}: {_reason(exc)} {_HINT}") from exc
     return Tokenizer(inner, source, chats)
+
+
+def _reason(error: Exception) -> str:
+    """Return why transformers failed, in a line: others' files stand in it, and may be its fault alone."""
+    if isinstance(error, RecursionError):
+        return "a file of it is nested too deeply"
+    text = str(error).strip()
+    is_spoken = isinstance(error, OSError | ValueError) or type(error) is Exception  # others are bugs that files show
+    first = text.splitlines()[0] if text else ""
+    return one_line(first if first and is_spoken else f"{type(error).__name__}: {first}", _MOST_REASON)
 
 
 def _gguf_of(source: Path) -> Path | None:

@@ -125,3 +125,19 @@ def test_while_a_client_waits(tmp_path, call):
         interrupt(tmp_path, call, lambda terminal: script.hanging.wait(30), before=before)
     finally:
         loop.run(server.stop(0))
+
+
+@pytest.mark.parametrize(("prompts", "shown"), [(["hang on"], "hang "), (["hang on", "hang"], "on\r\nhang ")])
+def test_generate_ends_the_line_of_an_answer(prompts, shown):
+    """What the shell writes next begins on a line of its own."""
+    script, loop = Script(), LoopThread.shared()
+    server, address = loop.run(start(script))
+    terminal = Terminal(sys.executable, "-m", "cadenza", "generate", "--raw", "--target", address, *prompts)
+    try:
+        terminal.wait_for(shown, 30)
+        terminal.type(CTRL_C)
+        assert terminal.rest() == "\n"
+        assert terminal.process.returncode == 130
+    finally:
+        terminal.close()
+        loop.run(server.stop(0))

@@ -8,6 +8,7 @@ import re
 
 import pytest
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from cadenza import LLM, InvalidRequestError, SamplingParams
 from cadenza.async_client import AsyncClient
@@ -59,6 +60,18 @@ def test_positions_are_those_of_vllm(llm, capsys):
     (output,) = llm.chat([CHAT], FEW, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
     assert output.prompt_token_ids == llm.tokenize(CHAT, add_generation_prompt=False, continue_final_message=True)
     assert capsys.readouterr().err == ""
+
+
+def test_the_tokenizer_as_vllm_gives_it(llm):
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is llm.get_tokenizer()
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    for text in ("ab", "Grüße <|user|>", ""):
+        ids = llm.tokenize(text)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == llm.detokenize(ids, skip_special_tokens=False)
+    rendered = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.encode(rendered, add_special_tokens=False) == llm.tokenize(CHAT)
 
 
 @pytest.mark.parametrize("name", ["tokenize", "detokenize", "model_info", "server_info", "generate", "chat"])

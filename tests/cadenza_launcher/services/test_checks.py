@@ -14,8 +14,9 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from cadenza import LLM
 from cadenza.errors import OptionError
+from cadenza_launcher.local import LocalServices
 from cadenza_launcher.services.checks import check_address, check_device, check_files, check_model
-from cadenza_launcher.services.options import Setting
+from cadenza_launcher.services.options import Setting, route_options
 from tests.helpers.paths import ROOT
 
 DEMO_MODEL = ROOT / "models" / "cadenza-demo"
@@ -75,6 +76,46 @@ def test_a_gguf_file(tmp_path):
     for model in (path, tmp_path):
         with pytest.raises(OptionError, match=r"^option model: .*model\.gguf: the file ends within its header"):
             check_files(str(model), {})
+
+
+SAFE = b"\x02\0\0\0\0\0\0\0{}"
+HTML = b"<!DOCTYPE html><html><body>404"
+
+
+@pytest.mark.parametrize("content", [b"", b"GG", b"GGUF", HTML, SAFE, b"whole, but for the last bytes"])
+def test_broken_gguf_files(tmp_path, content):
+    """Before anything starts, in one line, from the options (`cadenza up`, `generate`, `chat`) and from `LLM`."""
+    path = tmp_path / "model.gguf"
+    whole = (ROOT / "tests" / "data" / "gguf" / "llama-q4_k_m.gguf").read_bytes()
+    path.write_bytes(whole[:-100] if content.startswith(b"whole") else content)
+    for model in (path, tmp_path):
+        assert "--tokenizer" not in route_options(str(model), {}).scheduler
+        for start in (LocalServices, LLM):
+            with pytest.raises(OptionError, match=rf"^option model: {path}: ") as raised:
+                start(model)
+            assert "\n" not in str(raised.value)
+            assert raised.value.__suppress_context__
+
+
+def test_a_folder_that_is_called_gguf(tmp_path):
+    (tmp_path / "x.gguf").mkdir()
+    with pytest.raises(OptionError, match=r"^option model: model folder .*/x.gguf: config.json is missing$"):
+        check_files(str(tmp_path / "x.gguf"), {})
+
+
+@pytest.mark.parametrize("content", [b"", HTML, b"\xff" * 100, SAFE + b"more", b"\x10\0\0\0\0\0\0\0{}"])
+def test_broken_safetensors_files(tmp_path, content):
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(SAFE)
+    check_files(str(tmp_path), {})
+    path.write_bytes(content)
+    with pytest.raises(OptionError, match=rf"^option model: {path}: not a readable safetensors file: "):
+        check_files(str(tmp_path), {})
+    path.rename(tmp_path / "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
+    with pytest.raises(OptionError, match=r"^option model: .*/a.safetensors: not a readable safetensors file: "):
+        check_files(str(tmp_path), {})
 
 
 def test_a_tokenizer_of_its_own(tmp_path):

@@ -93,7 +93,8 @@ def open_checkpoint(model: str, with_weights: bool) -> Checkpoint:
 def _check_names(folder: Path, fields: Fields) -> None:
     """Raise LoaderError for fields of another type than those that say what kind of model this is have."""
     try:
-        fields.text("model_type")
+        for name in ("model_type", "dtype", "torch_dtype"):
+            fields.text(name)
         texts_of(fields, "architectures")
     except ModelConfigError as error:
         raise LoaderError(f"model folder {folder}: {error}") from None

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from cadenza import AsyncClient, SamplingParams
@@ -97,6 +98,26 @@ class Served:
         for slot, token in zip(result.slots.tolist(), result.token_ids.tolist(), strict=True):
             self.outputs[slot].append(token)
         return result
+
+
+def test_a_stored_head_is_used_whatever_config_says(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "gpt2", tie_word_embeddings=False)
+    edit_config(folder, tie_word_embeddings=True)
+    served, (prompt,) = Served(folder), random_prompts(131, (20,))
+    served.step(admitted=(sequence(0, prompt, [9, 3, 30, 1]),), scheduled=scheduled((0, 20, True)))
+    while len(served.outputs[0]) < NEW_TOKENS:
+        served.step(decode_ready=True)
+    assert served.outputs[0] == transformers_greedy(transformers_model(folder), prompt, NEW_TOKENS).tokens
+
+
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "gpt_neox")
+    path, name = folder / "model.safetensors", "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
+    tensors = load_file(path)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(LoaderError, match=f"^model folder .*: tensor {name} holds NaN or infinite numbers: the checkp"):
+        build_model(options(folder))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -263,6 +284,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gpt_neox", {"hidden_size": 10**7}, {}, r"weights for --max-model-len 2048 take \d{15,} bytes .* are free"),
     ("gpt_neox", {}, {"max_model_len": 2049}, "--max-model-len 2049: the model supports at most 2048 positions"),
     ("gpt2", {"n_positions": None}, {}, "transformers cannot read config.json: .*'n_positions'"),
+    ("gpt_neox", {"num_attention_heads": 0}, {}, "transformers cannot read config.json: integer modulo by zero"),
+    ("gpt_neox", {"hidden_size": 0}, {}, "cannot run through transformers here: its code fails: "),
+    ("gpt_neox", {"dtype": ["bfloat16"]}, {}, r"config.json: dtype must be a text, not \['bfloat16'\]"),
     (
         "gpt_neox",
         {

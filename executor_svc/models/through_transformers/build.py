@@ -22,7 +22,7 @@ from executor_svc.models.folder import LoaderError
 from executor_svc.models.kv_scales import SCALES
 from executor_svc.models.through_transformers import attention, probe, self_check
 from executor_svc.models.through_transformers.attention_patches import ATTENTION_PATCHES, AttentionPatch
-from executor_svc.models.through_transformers.choice import Choice
+from executor_svc.models.through_transformers.choice import FAILURES, Choice
 from executor_svc.models.through_transformers.hosted import HostedModel
 from executor_svc.models.through_transformers.linears import prepare_linears
 
@@ -79,8 +79,7 @@ def _as_loader_errors(choice: Choice, folder: Path) -> Iterator[None]:
         raise
     except ModelConfigError as error:
         raise LoaderError(f"{prefix}: {error}") from error
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError) as error:
-        # Third-party code in an unusual environment can raise any error.
+    except FAILURES as error:
         raise LoaderError(f"{prefix}: its code fails: {str(error).strip().partition(chr(10))[0]}") from error
 
 

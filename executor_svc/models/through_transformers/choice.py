@@ -13,6 +13,10 @@ from executor_svc.models.folder import LoaderError
 from executor_svc.models.kv_scales import quantizes_kv_alone
 from executor_svc.models.registry import has_no_head
 
+FAILURES = (
+    RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError, ImportError,
+)  # fmt: skip
+"""Third-party code in an unusual environment, or with numbers that it does not expect, can raise any error."""
 _ALIBI = ("BloomForCausalLM", "MptForCausalLM")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -54,7 +58,7 @@ def choose(folder: Path, architecture: str) -> Choice:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model_class = getattr(transformers, architecture)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError, ImportError, StrictDataclassError) as error:
+    except (*FAILURES, OSError, StrictDataclassError) as error:
         message = " ".join(str(error).split())
         raise LoaderError(f"model folder {folder}: transformers cannot read config.json: {message}") from error
     try:

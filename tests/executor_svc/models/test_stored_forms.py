@@ -148,6 +148,14 @@ def test_ranks_have_parts_of_the_stored_head(untied: Path, size: int) -> None:
     assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
+def test_ranks_of_a_tied_checkpoint_with_the_head_alone(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "tied", tie_word_embeddings=True)
+    (tokens,) = random_prompts(131, (50,))
+    expected = logits_of(RankThreads(folder, 2, {"dtype": "float32"}), tokens)
+    change(folder, lambda tensors: {HEAD if name == TABLE else name: each for name, each in tensors.items()})
+    assert torch.equal(logits_of(RankThreads(folder, 2, {"dtype": "float32"}), tokens), expected)
+
+
 @pytest.mark.parametrize("kind", ["embedding", "head", "tokens of both", "whole head", "whole embedding"])
 def test_adapters_see_two_tables(untied: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(untied, SIZES, dtype="float32", max_num_batched_tokens=128)

@@ -95,8 +95,8 @@ class Fields:
         return [name for name, value in self._content.items() if isinstance(value, dict)]
 
     def refuse(self, name: str, problem: str) -> None:
-        """Raise an error if a field has a value other than null, false or 0."""
-        if self.get(name) not in (None, False, 0):
+        """Raise an error if a field has a value other than null, false, 0 or empty."""
+        if self.get(name):
             raise self.error(name, f"is {brief(self.get(name))}: {problem}")
 
 

@@ -130,7 +130,7 @@ def parse_config(content: dict[str, Any]) -> AdapterConfig:
         init_lora_weights=_init(fields),
         bias="none",
         fan_in_fan_out=fields.flag("fan_in_fan_out", default=False),
-        base_model_name_or_path=str(fields.get("base_model_name_or_path") or ""),
+        base_model_name_or_path=fields.text("base_model_name_or_path") or "",
     )
     if isinstance(config.target_modules, str):
         for name in ("layers_to_transform", "layers_pattern"):
@@ -178,14 +178,14 @@ def _finite(fields: Fields, name: str, value: Any) -> float:
     except OverflowError:
         number = math.inf
     if not abs(number) < math.ldexp(1, 100):
-        raise fields.error(name, f"must hold finite numbers, not {str(value)[:80]}")
+        raise fields.error(name, f"must hold finite numbers, not {brief(value)}")
     return number
 
 
 def _pattern(fields: Fields, name: str) -> dict[str, Any]:
     value = {} if fields.get(name) is None else fields.get(name)
     if not isinstance(value, dict):
-        raise fields.error(name, f"must be an object, not {str(value)[:80]}")
+        raise fields.error(name, f"must be an object, not {brief(value)}")
     if len(value) > _MOST_PATTERNS:
         raise fields.error(name, f"has {len(value)} patterns: at most {_MOST_PATTERNS} are supported")
     return value
@@ -207,35 +207,35 @@ def _names_or_pattern(fields: Fields, name: str) -> tuple[str, ...] | str:
     if value is None or isinstance(value, list) or (value == "" and name != "target_modules"):
         return _texts(fields, name, value or [])
     if not isinstance(value, str):
-        raise fields.error(name, f"must be a list of names or a pattern, not {str(value)[:80]}")
+        raise fields.error(name, f"must be a list of names or a pattern, not {brief(value)}")
     return value
 
 
 def _one_or_more(fields: Fields, name: str) -> tuple[str, ...]:
     value = fields.get(name)
-    return _texts(fields, name, [value] if isinstance(value, str) and value else value or [])
+    return _texts(fields, name, [] if value in (None, "") else [value] if isinstance(value, str) else value)
 
 
 def _texts(fields: Fields, name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise fields.error(name, f"must be a list of names, not {str(value)[:80]}")
+        raise fields.error(name, f"must be a list of names, not {brief(value)}")
     return tuple(value)
 
 
 def _layers(fields: Fields) -> tuple[int, ...] | None:
     value = fields.get("layers_to_transform")
-    listed = [value] if _is_integer(value) else value or []
+    listed = [value] if _is_integer(value) else [] if value is None else value
     if not isinstance(listed, list) or not all(_is_integer(each) and each >= 0 for each in listed):
-        raise fields.error("layers_to_transform", f"must be a layer's index or a list of them, not {str(value)[:80]}")
+        raise fields.error("layers_to_transform", f"must be a layer's index or a list of them, not {brief(value)}")
     return tuple(listed) or None
 
 
 def _token_indices(fields: Fields) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
-    value = fields.get("trainable_token_indices") or []
+    value = [] if fields.get("trainable_token_indices") is None else fields.get("trainable_token_indices")
     tables: dict[str, Any] = value if isinstance(value, dict) else {"": value}
     for ids in tables.values():
         if not isinstance(ids, list) or not all(_is_integer(each) and each >= 0 for each in ids):
-            raise fields.error("trainable_token_indices", f"must hold lists of token ids, not {str(ids)[:80]}")
+            raise fields.error("trainable_token_indices", f"must hold lists of token ids, not {brief(ids)}")
         if len(set(ids)) < len(ids):
             raise fields.error("trainable_token_indices", "names a token twice")
     found = {name: tuple(ids) for name, ids in tables.items()}

@@ -91,7 +91,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         if len(text) > _MOST_CONFIG_BYTES:
             raise LoaderError(f"{CONFIG_FILE} has more than {_MOST_CONFIG_BYTES} bytes")
         content = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise LoaderError(f"{CONFIG_FILE} cannot be read: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
         raise LoaderError(f"{CONFIG_FILE} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise LoaderError(f"{CONFIG_FILE} holds no JSON object")

@@ -131,7 +131,7 @@ def _state_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     valid = isinstance(ids, list) and bool(ids) and all(type(each) is int and 0 <= each <= num_layers for each in ids)
     if not valid or ids != sorted(set(ids)):
         raise fields.error(
-            _LAYER_IDS, f"must be ascending numbers from 0 to the target's {num_layers} layers, not {ids}"
+            _LAYER_IDS, f"must be ascending numbers from 0 to the target's {num_layers} layers, not {brief(ids)}"
         )
     return tuple(ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from executor_svc.models.adapters.config import parse_config
 from executor_svc.models.adapters.modules import decoder_modules
 from executor_svc.models.adapters.reading import AdapterError, naming
 from executor_svc.models.adapters.targets import find_targets
+from executor_svc.models.base import ModelConfigError
 from tests.checkpoints import make_checkpoint
+from tests.executor_svc.models.test_model_configs import WRONG
 from tests.helpers.models.peft_adapters import read, save_peft_adapter, spec_of
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -316,3 +319,18 @@ def test_odd_values_of_any_field_are_read_or_refused(base: Path, saved: Any) -> 
                 find_targets(parse_config({**saved[0], field: value}), decoder_modules(spec), spec.tied)
                 refused -= 1
     assert refused > 100
+
+
+def test_any_value_of_any_field_is_read_or_refused_in_one_line(saved: tuple[dict[str, Any], dict[str, Tensor]]) -> None:
+    fields, _ = saved
+    messages = []
+    for name, value in itertools.product([*fields, "unknown"], WRONG):
+        try:
+            parse_config(fields | {name: value})
+        except ModelConfigError as error:
+            messages.append(str(error))
+    assert len(messages) > 300
+    for message in messages:
+        assert message.startswith("adapter_config.json: ")
+        assert len(message) < 500
+        assert message.isprintable()

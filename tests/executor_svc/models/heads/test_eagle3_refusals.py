@@ -12,11 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from executor_svc.models.base import ModelConfigError
 from executor_svc.models.folder import LoaderError
+from executor_svc.models.heads.eagle3_spec import read_eagle3
 from tests.checkpoints import edit_config, make_checkpoint, make_llama
 from tests.executor_svc.driver import Model
 from tests.executor_svc.models.heads.head_driver import load_head
-from tests.helpers.models.eagle3_heads import HeadShape, make_head
+from tests.executor_svc.models.test_model_configs import WRONG
+from tests.helpers.models.eagle3_heads import Format, HeadShape, make_head
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -177,3 +180,21 @@ def test_shorter_context_is_a_warning(target: Model, tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING):
         assert load_head(tmp_path, target).context_limit == 64
     assert "was made for 64 positions, --max-model-len is 256" in caplog.text
+
+
+@pytest.mark.parametrize("layout", ["new", "old"])
+def test_any_value_of_any_field_is_read_or_refused_in_one_line(layout: Format) -> None:
+    content = HeadShape(layout).config
+    inner = content.get("transformer_layer_config", {})
+    tries = [content | {name: value} for name in content for value in WRONG]
+    tries += [content | {"transformer_layer_config": inner | {name: value}} for name in inner for value in WRONG]
+    messages = []
+    for fields in tries:
+        try:
+            read_eagle3(fields, 2)
+        except (ModelConfigError, LoaderError) as error:
+            messages.append(str(error))
+    assert len(messages) > len(tries) / 2
+    for message in messages:
+        assert len(message) < 600
+        assert message.isprintable()

@@ -138,7 +138,7 @@ class Weights:
         """
         table = f"{TABLE}.weight"
         wrong = sorted(self._not_finite)
-        if wrong == [table] and f"{HEAD}.weight" in self._hashes:
+        if wrong == [table] and any(name.startswith(HEAD) for name in self._hashes):
             _log.warning("%s: tensor %s holds NaN or infinite numbers: texts with such tokens fail", place, table)
         elif wrong:
             raise LoaderError(

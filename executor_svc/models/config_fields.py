@@ -94,6 +94,10 @@ class Fields:
         """Return the names of the fields that hold objects."""
         return [name for name, value in self._content.items() if isinstance(value, dict)]
 
+    def names(self) -> list[str]:
+        """Return the names of all fields."""
+        return list(self._content)
+
     def refuse(self, name: str, problem: str) -> None:
         """Raise an error if a field has a value other than null, false, 0 or empty."""
         if self.get(name):

@@ -43,7 +43,8 @@ def parse(fields: Fields) -> Fp8:
     text_of(fields, "activation_scheme", "dynamic", ("dynamic", "static"))
     log_fp8_activations()
     text_of(fields, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
-    return Fp8(block_of(fields, "weight_block_size") if fields.get("weight_block_size") else Grouping("tensor"))
+    has_blocks = fields.get("weight_block_size") is not None
+    return Fp8(block_of(fields, "weight_block_size") if has_blocks else Grouping("tensor"))
 
 
 def block_of(fields: Fields, name: str) -> Grouping:

@@ -49,7 +49,7 @@ def parse(fields: Fields) -> Gptq:
 def _overrides(dynamic: Fields, kind: GptqKind) -> tuple[tuple[NamePattern, GptqKind], ...]:
     """Return the options of single linears; those whose pattern begins with "-:" are dense and need none."""
     found = []
-    for name in dynamic.sections():
+    for name in dynamic.names():
         if name.startswith("-:"):
             continue
         options = dynamic.section(name)

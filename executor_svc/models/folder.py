@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 _MOST_CHARACTERS = 2000
 """Of a message."""
 _OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
+_LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header, little endian."""
+_MOST_HEADER_BYTES = 100_000_000
+"""As safetensors has it."""
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*"]
 _HUB_COPIES = ["consolidated*", "original/*"]
 """Copies of the same weights in the publishers' own formats: Mistral's and Meta's."""
@@ -94,13 +99,22 @@ def check_folder(folder: Path, with_weights: bool) -> None:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise LoaderError for a file that is no safetensors file, or whose header does not fit it."""
-    from safetensors import SafetensorError, safe_open
+    """Raise LoaderError for a file that is no safetensors file, or that is not as long as its header says.
 
+    `safetensors_file.tensors_of` checks everything, by safetensors, which whoever starts the services has no need of.
+    """
     try:
-        with safe_open(path, framework="np"):
-            pass
-    except (OSError, ValueError, SafetensorError) as error:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if not 0 < length <= min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
+                raise ValueError("it has no header that fits into it: truncated, or another kind of file")
+            header = json.loads(file.read(length))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        end = _LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+        if end != size:
+            raise ValueError(f"its tensors end at byte {end}, the file at {size}: truncated, or of another size")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from executor_svc.models.folder import LoaderError, check_safetensors
+from executor_svc.models.folder import LoaderError
 
 LENGTH_BYTES = 8
 """A file begins with the length of its header, little endian."""
@@ -140,15 +141,16 @@ def is_same_content(one: StoredTensor, other: StoredTensor, dtype: torch.dtype |
 
 def tensors_of(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name; raises LoaderError for a file that is no safetensors file."""
-    check_safetensors(path)
     try:
+        with safe_open(path, framework="pt"):  # checks the header against the file
+            pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         data = LENGTH_BYTES + length
         return {name: _stored(path, name, entry, data) for name, entry in header.items()}
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error
 
 

@@ -100,4 +100,5 @@ def _share(size: int, head_size: int) -> float:
 
 def shortest(number: float) -> float:
     """Return the decimal number of fewest digits with the same float32: 1e-05 instead of 9.999999747378752e-06."""
-    return float(str(np.float32(number)))
+    with np.errstate(over="ignore"):  # infinite then, which is refused by its field
+        return float(str(np.float32(number)))

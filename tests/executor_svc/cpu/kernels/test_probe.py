@@ -42,6 +42,13 @@ def test_a_linear_that_depends_on_the_number_of_rows_is_seen(count: int, most: i
         assert probe_linear(linear, dtype, 1) is None, "a step of one row has no others"
 
 
+@pytest.mark.parametrize("largest", [3e38, float("nan"), float("inf")])
+def test_results_that_are_nan_say_nothing_of_the_machine(largest: float) -> None:
+    weight = torch.randn(33, 100, generator=torch.Generator().manual_seed(0))
+    weight[3] = torch.tensor([largest, -largest] * 50)
+    assert probe_linear(CpuLinear(weight, None, CpuKernels()), torch.float32, 97) is None
+
+
 @pytest.mark.parametrize("max_drafts", [1, 3, 5, 20])
 def test_every_number_of_rows_that_drafts_bring_is_tried(max_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At start, with the option: one row, as without drafts, gives what 2 to k + 1 rows give."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import llguidance.numpy
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 
 from cadenza_common.gguf.file import read_gguf
 from cadenza_common.grammar.compiling import new_matcher
@@ -43,7 +44,9 @@ def check_bytes(path: Path) -> int:
     for token_id in range(tokenizer.vocab_size):
         text = tokenizer.decode([anchor, token_id], skip_special_tokens=False).removeprefix(before)
         found = table.decode_bytes([token_id])
-        if "\ufffd" not in text:
+        if found == f"<[{token_id}]>".encode():  # it stands for no bytes: Command R has emoji that are not in bytes
+            assert not set(tokenizer._inner.convert_ids_to_tokens(token_id)) <= set(ByteLevel.alphabet())
+        elif "\ufffd" not in text:
             assert found == text.encode(), token_id
         elif found:  # empty is the byte 0xFF alone
             num_parts += 1
@@ -57,6 +60,7 @@ def test_bytes_are_those_of_the_detokenizer(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.timeout(600)
 def test_bytes_of_real_vocabularies() -> None:
     paths = [*real_files.vocabularies().values(), real_files.smollm2(), real_files.gemma3()]
     checked = 0

@@ -124,13 +124,10 @@ def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, 
 
 
 def _absent_biases(weights: Weights, checkpoint: Checkpoint, spec: DecoderSpec) -> frozenset[str]:
+    """Return the biases of a folder that are 0; `GgufWeights` has those of a GGUF file."""
     found: set[str] = set()
-    for kinds in bias_names(spec):
-        missing = {kind[0]: [name for name in kind if not weights.holds(name)] for kind in kinds}
-        if checkpoint.gguf is not None:  # as llama.cpp does
-            found.update(*missing.values())
-            continue
-        lacking = [names for names in missing.values() if len(names) == spec.num_layers]
+    for kinds in [] if checkpoint.gguf is not None else bias_names(spec):
+        lacking = [names for names in kinds if not any(map(weights.holds, names))]
         if len(lacking) == len(kinds):
             continue  # the first to be read is named as missing
         for names in lacking:

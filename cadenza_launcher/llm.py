@@ -198,6 +198,17 @@ class LLM:
             )
         )
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, as `get_tokenizer().encode`, without loading that. vLLM's `encode` gives embeddings.
+
+        Raises TypeError for prompts in vLLM's other forms: a model that generates has no embeddings to give.
+        """
+        if not isinstance(text, str):
+            raise TypeError(
+                f"encode takes a str and gives its token ids, not {type(text).__name__}; no embeddings here"
+            )
+        return self.tokenize(text, add_special_tokens)
+
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; invalid UTF-8 becomes U+FFFD."""
         return self._guarded(lambda: self._client.detokenize(token_ids, skip_special_tokens))

@@ -70,7 +70,7 @@ def test_the_tokenizer_as_vllm_gives_it(llm):
         ids = llm.tokenize(text)
         assert tokenizer.encode(text) == llm.encode(text) == ids
         assert tokenizer.decode(ids) == llm.detokenize(ids, skip_special_tokens=False)
-    with pytest.raises(TypeError, match="gives its token ids, not list; no embeddings here"):
+    with pytest.raises(TypeError, match="gives its token ids, not list: no embeddings"):
         llm.encode(["a", "b"])
     rendered = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
     assert tokenizer.encode(rendered, add_special_tokens=False) == llm.tokenize(CHAT)

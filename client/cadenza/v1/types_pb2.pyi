@@ -608,7 +608,9 @@ class GrammarSpec(_message.Message):
     disable_additional_properties: _builtins.bool
     """JSON schema: objects have no properties beyond those that the schema names, unless it says otherwise."""
     whitespace_pattern: _builtins.str
-    """JSON forms: a regular expression of the whitespace between the parts of a value; at most 256 characters; empty: any."""
+    """JSON forms: a regular expression of the whitespace between the parts of a value; at most 256 characters; empty: a
+    space, or a line break and an indent of at most 40 characters.
+    """
     eos_last_only: _builtins.bool
     """EOS only where nothing else may follow; so ignore_eos is honoured."""
     @_builtins.property

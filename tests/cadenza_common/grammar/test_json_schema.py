@@ -37,7 +37,9 @@ def test_json_may_have_the_whitespace_that_models_write(spec, indent):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("text", ["{  ", "{\n\n", "{\n \n", "{\t", "{\n" + " " * 41, '{"a":  ', '{"a": 1\n\n', '{"a"  '])
+@pytest.mark.parametrize(
+    "text", ["{  ", "{\n\n", "{\n \n", "{\t", "{\n" + " " * 41, '{"a":  ', '{"a": 1\n\n', '{"a"  ']
+)
 def test_json_has_no_whitespace_without_an_end(spec, text):
     assert num_taken(spec, text) == len(text) - 1
 

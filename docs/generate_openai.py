@@ -127,7 +127,7 @@ Where it sees no format, requests with tools are refused.
 | `llama3_json` | the whole answer is `{"name": "f", "parameters": {}}`, several with `;`, or behind Llama's tag |
 | `pythonic` (Llama 3.2, 4) | the whole answer is `[f(a=1), g(b="x")]` |
 | `mistral` | `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, and the newer `[TOOL_CALLS]f[ARGS]{}` |
-| `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`; schemas say what it is. The name of a tool makes `<function=f>` alone a call too |
+| `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`; schemas say what it is |
 
 | `--reasoning-parser` | the thought |
 |---|---|
@@ -140,7 +140,7 @@ Where it sees no format, requests with tools are refused.
 - **Markers within a string** of a call's arguments are its text, as tokens too, and so are all tags but the closing one
   within a parameter of `qwen3_coder`.
 - **What only looks like a call** is given back as content, whole and with its markers: also a call whose arguments are
-  no object. Without a marker (`llama3_json`, `pythonic`), the name of one of the tools is what makes a call. Whitespace
+  no object. Without a marker (`llama3_json`, `pythonic`, `qwen3_coder`'s function alone), the name of one of the tools is what makes a call. Whitespace
   next to a call is no content, nor are brackets too many behind it.
 - **Arguments** are the model's own text, which is no JSON if the model makes a mistake within them: they are written as
   they come. A `tool_use` block that is no stream has such a text under the key `INVALID_JSON`.

@@ -104,15 +104,15 @@ def check_keys(where: str, value: Mapping[str, Any], known: Sequence[str], param
             raise bad_request(f"{where}.{name[:_MAX_NAME]!a}: there is no such field{hint}", param)
 
 
-def check_kind(name: str, kind: str, value: Any) -> None:
-    """Raise ApiError unless a value is of a kind."""
+def check_kind(name: str, kind: str, value: Any, param: str | None = None) -> None:
+    """Raise ApiError unless a value is of a kind; param: the field that it stands in, if that has another name."""
     if not KINDS[kind](value):
-        raise wrong_value(name, f"must be {kind}", value)
+        raise wrong_value(name, f"must be {kind}", value, param)
 
 
-def wrong_value(name: str, why: str, value: Any) -> ApiError:
-    """The error of a value."""
-    return bad_request(f"{name} {why}, not {shown(value)}", name)
+def wrong_value(name: str, why: str, value: Any, param: str | None = None) -> ApiError:
+    """The error of a value; param: as for `check_kind`."""
+    return bad_request(f"{name} {why}, not {shown(value)}", param or name)
 
 
 def shown(value: Any) -> str:

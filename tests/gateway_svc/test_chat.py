@@ -209,6 +209,8 @@ async def test_a_streamed_response(w, g):
         ({"input": "a", "include": ["file_search_call.results"]}, "include"),
         ({"input": "a", "top_logprobs": 1}, "top_logprobs"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "schema": {}, "name": 5}}}, "text"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "schema": {}, "strict": "yes"}}}, "text"),
         ({"input": "a", "text": {"verbosity": "low"}}, "text"),
     ],
 )

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from gateway_svc.parsing.argument_kinds import TEXT as STRING
 from gateway_svc.parsing.output import Message, Reading
+from gateway_svc.requests.tools import Tool, ToolUse
+from gateway_svc.tools.grammars import grammar_of
 from tests.gateway_svc.parsing.test_streamed_parts import (
     FORMATS,
     IDS,
@@ -130,3 +132,37 @@ def test_what_names_no_tool_is_content(text):
     assert (message.calls, message.content) == ([], text)
     if "<function=f" not in text:
         assert read("qwen3_coder", [text], finish="length").content == text
+
+
+def num_taken(tools: str, mode: str, text: str) -> int:
+    """How many bytes of an answer the grammar of a request with a strict tool lets through."""
+    llguidance = pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    use = ToolUse((Tool("f", None, schema, is_strict=True),), mode)
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar_of(use, formats(tools, "plain"), None, None))
+    assert not matcher.is_error(), matcher.get_error()
+    return int(matcher.try_consume_tokens(list(text.encode())))
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("marker", MARKERS)
+@pytest.mark.parametrize(
+    ("tools", "answer"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "x@y"}}\n</tool_call>'),
+        ("llama3_json", '{"name": "f", "parameters": {"a": "x@y"}}'),
+        ("pythonic", '[f(a="x@y")]'),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": "x@y"}}]'),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx@y\n</parameter>\n</function>\n</tool_call>"),
+    ],
+)
+def test_a_forced_call_may_have_markers_too_and_keeps_them(tools, answer, mode, marker):
+    text = answer.replace("@", marker)
+    assert num_taken(tools, mode, text) == len(text)
+    reading = Reading(formats(tools, "plain"), ("f",), kinds=OF_STRINGS)
+    (call,) = message_of(parse(reading, [whole([*map(Token, text)])])).calls
+    assert json.loads(call.arguments) == {"a": f"x{marker}y"}
+
+
+def test_a_strict_function_of_qwen_coder_is_not_written_without_its_marker():
+    assert num_taken("qwen3_coder", "auto", "I look. <function=f>") == len("I look. <function")

@@ -137,9 +137,11 @@ Where it sees no format, requests with tools are refused.
 
 - **Markers** that are tokens of their own are known by their ids: the same text in other tokens is text, and
   `skip_special_tokens`, stop strings and logprobs are as without tools.
+- **Markers within a string** of a call's arguments are its text, as tokens too, and so are all tags but the closing one
+  within a parameter of `qwen3_coder`.
 - **What only looks like a call** is given back as content, whole and with its markers: also a call whose arguments are
-  no object. Without a marker (`llama3_json`, `pythonic`), the name of one of the tools is what makes a call. Whitespace
-  next to a call is no content, nor are brackets too many behind it.
+  no object. Without a marker (`llama3_json`, `pythonic`, `qwen3_coder`'s function alone), the name of one of the tools
+  is what makes a call. Whitespace next to a call is no content, nor are brackets too many behind it.
 - **Arguments** are the model's own text, which is no JSON if the model makes a mistake within them: they are written as
   they come. A `tool_use` block that is no stream has such a text under the key `INVALID_JSON`.
 - **A call cut by `max_tokens`** keeps what was parsed, and `finish_reason` is `length`; else it is `tool_calls`.

@@ -37,6 +37,7 @@ async def answer_chat(
     prepared = await prepare(caller, asked, formats)
     with_text_ends = asked.splits_logprobs or not prepared.reading.is_plain
     job = GenerationJob(asked.prompts, prepared.params, chosen.adapter, with_text_ends=with_text_ends)
-    generation = Generation(caller, job, is_streamed=asked.is_streamed)
+    with prepared.errors():
+        generation = Generation(caller, job, is_streamed=asked.is_streamed)
     answer = answer_of(asked, prepared.reading, chosen.name)
     return await answer_with(request, generation, answer, is_streamed=asked.is_streamed, errors=prepared.errors())

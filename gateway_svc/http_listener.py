@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import ssl
+from collections.abc import Mapping
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -14,6 +17,7 @@ from cadenza.errors import OptionError
 from cadenza_common.wire.transport import format_address
 from gateway_svc.app import make_app
 from gateway_svc.config import GatewayConfig
+from gateway_svc.http.unreadable import ApiConnection
 from gateway_svc.state import State
 
 _BACKLOG = 1024
@@ -32,6 +36,15 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 _LOG = logging.getLogger(__name__)
 _LOG.addFilter(_is_ours)
+_OPTIONS: Mapping[str, Any] = {
+    "access_log": None,
+    "logger": _LOG,
+    "keepalive_timeout": _KEEPALIVE_S,
+    "max_line_size": _MAX_HEADER_BYTES,
+    "max_field_size": _MAX_HEADER_BYTES,
+    "auto_decompress": False,  # http/reading.py
+}
+"""Of each connection."""
 
 
 class HttpListener:
@@ -44,13 +57,9 @@ class HttpListener:
             make_app(state),
             handler_cancellation=True,  # a client that goes away ends its request
             access_log=None,
-            logger=_LOG,
-            keepalive_timeout=_KEEPALIVE_S,
-            max_line_size=_MAX_HEADER_BYTES,
-            max_field_size=_MAX_HEADER_BYTES,
-            auto_decompress=False,  # http/reading.py
             shutdown_timeout=_GRACE_S,
         )
+        self._server: asyncio.Server | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -66,17 +75,24 @@ class HttpListener:
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise OSError(f"cannot listen on {format_address(host, port)}: {reason}") from None
-        await web.SockSite(self._runner, listener, backlog=_BACKLOG, ssl_context=self._tls).start()
+        self._server = await asyncio.get_running_loop().create_server(
+            self._connection, sock=listener, backlog=_BACKLOG, ssl=self._tls
+        )
         return format_address(host, int(listener.getsockname()[1]))
 
     async def refuse(self) -> None:
         """Take no new connections."""
-        for site in list(self._runner.sites):
-            await site.stop()
+        if self._server is not None:
+            self._server.close()
 
     async def close(self) -> None:
         """End what runs."""
+        await self.refuse()
         await self._runner.cleanup()
+
+    def _connection(self) -> ApiConnection:
+        assert self._runner.server is not None
+        return ApiConnection(self._runner.server, loop=asyncio.get_running_loop(), **_OPTIONS)
 
 
 def _listen(host: str, port: int) -> socket.socket:

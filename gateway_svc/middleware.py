@@ -13,10 +13,10 @@ from aiohttp import web
 
 from cadenza.errors import CadenzaError
 from gateway_svc.fields.tables import RENAMED
-from gateway_svc.http.errors import ApiError, anthropic_body, api_error, openai_body, too_large
+from gateway_svc.http.errors import ApiError, anthropic_body, api_error, is_unknown_model, openai_body, too_large
 from gateway_svc.http.reading import ANSWER_HEADERS
 from gateway_svc.http.sending import SlowReaderError, send_whole
-from gateway_svc.state import STATE
+from gateway_svc.state import STATE, State
 
 _LOG = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -64,7 +64,8 @@ async def _answered(request: web.Request, handler: _Handler) -> web.StreamRespon
         response = error_response(request, error)
     except CadenzaError as error:
         params = {"adapter": "model", **RENAMED.get(request.path, {})}
-        response = error_response(request, api_error(error, params))
+        served = await _served_name(state, request) if is_unknown_model(error) else ""
+        response = error_response(request, api_error(error, params, served))
     except web.HTTPRequestEntityTooLarge:
         response = error_response(request, too_large(state.max_body_bytes))
     except web.HTTPNotFound:
@@ -83,6 +84,14 @@ async def _answered(request: web.Request, handler: _Handler) -> web.StreamRespon
     if not response.prepared:
         response.headers.update(request[ANSWER_HEADERS])
     return response
+
+
+async def _served_name(state: State, request: web.Request) -> str:
+    """The served model's name; empty: it cannot be asked for now."""
+    try:
+        return state.names.of_model(await (await state.caller(request)).model())[0]
+    except (ApiError, CadenzaError):
+        return ""
 
 
 def error_response(request: web.Request, error: ApiError) -> web.Response:

@@ -46,7 +46,7 @@ class Names:
         if given in names:
             return Chosen(given, "")
         if len(given) > _MAX_NAME or not given.isprintable():
-            raise unknown_model(utf8(given, "model"))
+            raise unknown_model(utf8(given, "model"), names[0])
         return Chosen(given, utf8(given, "model"))
 
 
@@ -66,10 +66,11 @@ async def check_model(names: Names, given: str | None, caller: SchedulerCaller) 
         except (UnsupportedError, FailedPreconditionError):
             known = []
         if all(each.name != adapter for each in known):
-            raise unknown_model(adapter)
+            raise unknown_model(adapter, names.of_model(info)[0])
     return info
 
 
-def unknown_model(name: str) -> ApiError:
+def unknown_model(name: str, served: str) -> ApiError:
     """The error of a name that is neither the model's nor an adapter's."""
-    return ApiError(404, f"there is no model {name[:_MAX_NAME]!a}", param="model", code="model_not_found")
+    message = f"there is no model {name[:_MAX_NAME]!a}: the served one is {served[:_MAX_NAME]!a}"
+    return ApiError(404, message, param="model", code="model_not_found")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from cadenza_common.grammar.json_schema import whole_sizes, with_whitespace
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.grammar.tags import grammar_of_tags
 
@@ -26,6 +27,8 @@ _LIMITS: dict[str, Any] = {
 """Of llguidance's ParserLimits: 5,000,000 units of lexer fuel are some 100 ms, 50,000 items 3 ms."""
 _OBJECT = '{"type": "object"}'
 _MAX_MESSAGE = 500
+_NOT_VERBOSE, _NO_TEXT = "<non-verbose/>", "NoExtensionBias"
+"""In messages of llguidance: that they are short, and its name for a language without a text."""
 
 STACK_BYTES = 4 * 2**20
 """Of the thread that compiles a constraint at the door: what passes there has room on an executor's, of 16 times that.
@@ -80,7 +83,8 @@ def to_grammar(spec: GrammarSpec, table: Any) -> str:
 def short(message: str) -> str:
     """Return a message in one line, cut to a length that an error may have."""
     # A panic of the library comes with its stack.
-    line = " ".join(message.partition("<backtrace>")[0].split())
+    line = " ".join(message.partition("<backtrace>")[0].replace(_NOT_VERBOSE, "").split())
+    line = line.replace(_NO_TEXT, "no text fits: it allows nothing, or refers to itself without an end")
     return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + " …"
 
 
@@ -92,6 +96,8 @@ def _of_schema(spec: GrammarSpec, schema: Any) -> str:
         overrides["whitespace_flexible"] = False
     elif spec.whitespace_pattern:
         overrides["whitespace_pattern"] = spec.whitespace_pattern
+    else:
+        schema = with_whitespace(schema)
     if spec.disable_additional_properties:
         schema = _closed(schema)
     try:
@@ -127,7 +133,7 @@ def _of_tags(spec: GrammarSpec, table: Any) -> str:
 
 def _json(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_hook=whole_sizes)
     except (ValueError, RecursionError) as error:
         raise GrammarError(short(f"{what} is no JSON: {error}")) from error
 

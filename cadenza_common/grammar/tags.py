@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cadenza_common.grammar.json_schema import whole_sizes, with_whitespace
+
 SpecialId = Callable[[str], int | None]
 """The id of the special token that a text is; None: it is none. Text never matches a special token."""
 _FORM = "the structural tag must be an object with structures (each with begin, schema and end) and triggers"
@@ -131,14 +133,14 @@ def _schema(value: Any, form: str) -> str:
     """A JSON schema, or its text, in Lark."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_hook=whole_sizes)
         except (ValueError, RecursionError):
             raise ValueError(form) from None
     if value is True:
         value = {}
     if not isinstance(value, dict):
         raise ValueError(form)
-    return f"%json {json.dumps(value)}"
+    return f"%json {json.dumps(with_whitespace(value))}"
 
 
 def _check_keys(value: dict[str, Any], known: Sequence[str]) -> None:

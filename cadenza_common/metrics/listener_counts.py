@@ -92,7 +92,8 @@ class ListenerCounts:
     def refuse(self, reason: RefusalReason, context: PeerContext) -> None:
         """Count a refused call, and log it unless its reason was logged shortly before. No metadata is logged."""
         self._refused[reason] += 1
-        self._last_peer[reason] = context.peer().rpartition(":")[0]
+        peer = context.peer()
+        self._last_peer[reason] = peer.rpartition(":")[0] or peer or "an address that is gone"
         if reason in self._unlogged:
             self._unlogged[reason] += 1
             return

@@ -16,6 +16,8 @@ JsonObjects = Sequence[Mapping[str, Any]] | None
 _CALL_FORM = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
 _IGNORED = frozenset(("refusal", "annotations"))
 """What OpenAI's client writes into a message of the assistant, and no template reads."""
+_PARTS = {"text": "text", "refusal": "refusal"}
+"""By the type of a part of a content: the key of its text."""
 _MAX_KIND = 40
 
 
@@ -148,11 +150,19 @@ def _content(content: object, spot: str) -> str:
     for part in content:
         if isinstance(part, str):
             texts.append(part)
-        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
+        elif (text := text_of_part(part)) is not None:
+            texts.append(text)
         else:
             raise ValueError(f"{spot}: only text parts are supported, not {kind_of_part(part) or short(part)}")
     return "".join(texts)
+
+
+def text_of_part(part: object) -> str | None:
+    """The text of a part, also of a refusal that an answer had; None: it has none."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    key = _PARTS.get(kind) if isinstance(kind, str) else None
+    text = part.get(key) if isinstance(part, Mapping) and key is not None else None
+    return text if isinstance(text, str) else None
 
 
 def kind_of_part(part: object) -> str:

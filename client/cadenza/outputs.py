@@ -15,6 +15,7 @@ class Logprob:
     logprob: float
     rank: int | None = None  # in the vocabulary, from 1
     decoded_token: str | None = None  # None with detokenize off
+    token_bytes: bytes | None = None  # of a token whose text is not its own, as a part of a character; None: its text's
 
 
 LogprobRow = dict[int, Logprob]  # of one position: the sampled token first, then the top tokens, best first

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cadenza.errors import FailedPreconditionError, InvalidRequestError
-from gateway_svc.fields.field import check_keys, shown
+from gateway_svc.fields.field import as_integers, check_keys, shown
 from gateway_svc.http.errors import bad_request
 
 _OF_SCHEMAS = ("name", "description", "schema", "strict")
@@ -56,7 +56,10 @@ def errors_of_constraint(name: str) -> Iterator[None]:
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
-    return None if value is None or not any(each is not None for each in value.values()) else dict(value)
+    if value is None or not any(each is not None for each in value.values()):
+        return None
+    ids = value.get("start_after_token_ids")
+    return dict(value) if ids is None else {**value, "start_after_token_ids": as_integers(ids)}
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:

@@ -80,13 +80,20 @@ def read_fields(table: Mapping[str, Field], body: Mapping[str, Any]) -> dict[str
         if value is None:
             continue
         if field.use is Use.REFUSED:
-            if not any(value == each and type(value) is type(each) for each in field.neutral):
+            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in field.neutral):
                 raise bad_request(f"{name} is not supported: {field.ours}", name)
             continue
         check_kind(name, field.kind, value)
         if field.use is Use.HONOURED:
-            values[name] = value
+            values[name] = as_integers(value) if field.kind in _OF_INTEGERS else value
     return values
+
+
+def as_integers(value: Any) -> Any:
+    """A number, or a list of such, with 3 for 3.0, which is an integer too, as in JSON schemas; all else as it is."""
+    if isinstance(value, list):
+        return [as_integers(each) if isinstance(each, float | list) else each for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def check_keys(where: str, value: Mapping[str, Any], known: Sequence[str], param: str) -> None:
@@ -97,15 +104,15 @@ def check_keys(where: str, value: Mapping[str, Any], known: Sequence[str], param
             raise bad_request(f"{where}.{name[:_MAX_NAME]!a}: there is no such field{hint}", param)
 
 
-def check_kind(name: str, kind: str, value: Any) -> None:
-    """Raise ApiError unless a value is of a kind."""
+def check_kind(name: str, kind: str, value: Any, param: str | None = None) -> None:
+    """Raise ApiError unless a value is of a kind; param: the field that it stands in, if that has another name."""
     if not KINDS[kind](value):
-        raise wrong_value(name, f"must be {kind}", value)
+        raise wrong_value(name, f"must be {kind}", value, param)
 
 
-def wrong_value(name: str, why: str, value: Any) -> ApiError:
-    """The error of a value."""
-    return bad_request(f"{name} {why}, not {shown(value)}", name)
+def wrong_value(name: str, why: str, value: Any, param: str | None = None) -> ApiError:
+    """The error of a value; param: as for `check_kind`."""
+    return bad_request(f"{name} {why}, not {shown(value)}", param or name)
 
 
 def shown(value: Any) -> str:
@@ -117,7 +124,7 @@ def shown(value: Any) -> str:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
 
 
 def _is_number(value: Any) -> bool:
@@ -136,6 +143,7 @@ def _is_record(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
+_OF_INTEGERS = ("an integer", "a list of integers")
 KINDS: Mapping[str, Callable[[Any], bool]] = {
     "any": lambda value: True,
     "a string": lambda value: isinstance(value, str),

@@ -91,7 +91,13 @@ COMPLETIONS = by_name(
         honoured("max_tokens", "an integer", "default 16; 0 with echo: the prompt alone"),
         honoured("best_of", "an integer", "samples drawn, of which the n most likely are returned; not with stream"),
         honoured("echo", "a boolean", "the prompt before the output, its logprobs with logprobs"),
-        honoured("logprobs", "an integer", "top logprobs of each token beside the chosen one's", "at most 20"),
+        honoured(
+            "logprobs",
+            "an integer",
+            "top logprobs of each token beside the chosen one's; text_offset is where its text begins, or that of the "
+            "character that it is a part of",
+            "at most 20",
+        ),
         honoured("add_special_tokens", "a boolean", "default true"),
         refused("suffix", "the model does not fill gaps", "refused too", ("",)),
         refused("prompt_embeds", "prompts are texts and token ids", "with an option at start"),

@@ -115,16 +115,21 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": names.anthropic, "message": message}}
 
 
-def api_error(error: CadenzaError, params: Mapping[str, str] | None = None) -> ApiError:
+def is_unknown_model(error: CadenzaError) -> bool:
+    """Whether a request's model is neither the served one nor an adapter that the scheduler knows."""
+    return isinstance(error, NotFoundError | FailedPreconditionError) and error.message.startswith(_ADAPTER)
+
+
+def api_error(error: CadenzaError, params: Mapping[str, str] | None = None, served: str = "") -> ApiError:
     """The answer to a request that the scheduler refused or lost.
 
-    `params`: the name in the API of fields that have another one on the wire.
+    `params`: the name in the API of fields that have another one on the wire. `served`: the model's name, if known.
     """
     match error:
-        case NotFoundError() | FailedPreconditionError() if error.message.startswith(_ADAPTER):
+        case _ if is_unknown_model(error):
             # A name that is not the model's was taken for an adapter's.
-            detail = error.message.removeprefix(_ADAPTER)
-            message = f"there is no such model: the served one has another name, and {detail}"
+            detail, name = error.message.removeprefix(_ADAPTER), f"is {served!a}" if served else "has another name"
+            message = f"there is no such model: the served one {name}, and {detail}"
             return ApiError(404, message, param="model", code="model_not_found")
         case InvalidRequestError() if (found := _TOO_LONG.fullmatch(error.message)) is not None:
             message = f"the prompt is too long: this model's maximum context length is {found[2]} tokens, and it has "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -26,8 +27,15 @@ _HEADERS = {
 _NO_TEXT = "replace"
 """What a client repeats, such as metadata, may hold halves of surrogate pairs."""
 DONE = b"data: [DONE]\n\n"
-dumps: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-"""JSON in its shortest form."""
+_encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+"""Clients that read events line by line take them for the ends of lines, as JavaScript and Python's splitlines do."""
+
+
+def dumps(value: Any) -> str:
+    """JSON in its shortest form, in one line for every reader."""
+    text = _encode(value)
+    return text if text.isascii() else _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class SlowReaderError(ConnectionError):

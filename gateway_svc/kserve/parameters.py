@@ -11,7 +11,7 @@ from cadenza.sampling_params import SamplingParams
 from cadenza_common.spelling import suggestion
 from gateway_svc.dialects import inference_pb2 as pb
 from gateway_svc.fields.constraints import output_constraint
-from gateway_svc.fields.field import shown
+from gateway_svc.fields.field import as_integers, shown
 from gateway_svc.fields.sampling import check_number_of_choices, sampling_params, utf8
 from gateway_svc.http.errors import bad_request
 
@@ -78,13 +78,15 @@ def _object(name: str, text: bytes | str) -> dict[str, Any]:
 
 def _typed(name: str, value: Any) -> Any:
     """A number or boolean that was sent as a text, as the backend's own sample client does; else the value itself."""
-    kind = _SCALARS.get(name)
+    kind = _SCALARS.get(name, "")
+    if kind in ("int", "list[int]"):
+        value = as_integers(value)
     if not isinstance(value, str) or kind not in ("int", "float", "bool"):
         return value
     if kind == "bool":
         known = {"true": True, "1": True, "false": False, "0": False}
         return known.get(value.strip().lower(), value)
     try:
-        return int(value) if kind == "int" else float(value)
+        return int(value) if kind == "int" and "." not in value else as_integers(float(value))
     except ValueError:
         raise bad_request(f"{name} must be a number, not {shown(value)}") from None

@@ -15,7 +15,7 @@ from gateway_svc.fields.constraints import errors_of_constraint
 from gateway_svc.http.errors import bad_request
 from gateway_svc.http.reading import read_body
 from gateway_svc.openai.answers import AnswerHead, ChunkEvents, Chunks, prompt_size
-from gateway_svc.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from gateway_svc.openai.logprobs import CompletionLogprobs, TokenNames, bytes_of, prompt_logprobs, prompt_offsets
 from gateway_svc.openai.usage import final_usage, finish_of
 from gateway_svc.requests.completions import read_completion
 from gateway_svc.requests.request import GatewayRequest
@@ -45,7 +45,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     chosen = state.names.choose(asked.model, info)
     prompts, echoes = await _prepared(caller, asked)
     answer = _CompletionAnswer(asked, AnswerHead(asked.id, "text_completion", chosen.name), echoes)
-    generation = Generation(caller, GenerationJob(prompts, asked.params, chosen.adapter), is_streamed=asked.is_streamed)
+    job = GenerationJob(prompts, asked.params, chosen.adapter, with_text_ends=asked.num_top is not None)
+    generation = Generation(caller, job, is_streamed=asked.is_streamed)
     errors = errors_of_constraint(asked.constrained_by)
     return await answer_with(request, generation, answer, is_streamed=asked.is_streamed, errors=errors)
 
@@ -127,6 +128,8 @@ class _Parts:
         request = read.request
         names = TokenNames(request.names_tokens_by_id)
         self._columns = None if request.num_top is None else CompletionLogprobs(names, request.num_top)
+        self._end = 0
+        """Where the text of the sample's last token ends."""
 
     def text(self, text: str) -> str:
         """The text of the next part; call it before `logprobs`."""
@@ -138,11 +141,26 @@ class _Parts:
         if self._columns is None:
             return None
         rows, ids = list(new.logprobs or ()), list(new.token_ids)
+        offsets, self._end = _begins(new.text_ends, self._end, 0 if self._echo is None else len(self._echo.text))
         if self._echo is not None and is_first:
             found = total()
-            rows, ids = [*(found.prompt_logprobs or ()), *rows], [*(found.prompt_token_ids or []), *ids]
-            return self._columns.columns(rows, ids, [self._echo.first_token])
-        return self._columns.columns(rows, ids)
+            of_prompt, prompt_ids = found.prompt_logprobs or [], found.prompt_token_ids or []
+            pieces = [
+                self._echo.first_token.encode() if row is None else bytes_of(row[each]) or b""
+                for each, row in zip(prompt_ids, of_prompt, strict=True)
+            ]
+            offsets = [*prompt_offsets(self._echo.text, pieces), *offsets]
+            return self._columns.columns([*of_prompt, *rows], [*prompt_ids, *ids], offsets, [self._echo.first_token])
+        return self._columns.columns(rows, ids, offsets)
+
+
+def _begins(ends: Sequence[int], last_end: int, num_before: int) -> tuple[list[int], int]:
+    """Where tokens begin whose text ends there, behind a text of `num_before` characters; and where the last one ends.
+
+    A part of a character begins with the character, a token that is in no text where it would stand.
+    """
+    begins = [num_before + each for each in (last_end, *ends[:-1])] if ends else []
+    return begins, ends[-1] if ends else last_end
 
 
 class _CompletionChunks(ChunkEvents):

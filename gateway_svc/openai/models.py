@@ -36,7 +36,7 @@ async def show_model(request: web.Request) -> web.Response:
     for model in await _models(state, caller):
         if model["id"] == name:
             return web.json_response(model)
-    raise unknown_model(name)
+    raise unknown_model(name, state.names.of_model(await caller.model())[0])
 
 
 async def _models(state: State, caller: SchedulerCaller) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ class _Response:
             "service_tier": "default",
             "store": False,
             "temperature": given.params.temperature,
-            "text": given.text,
+            "text": {"format": given.text_format.as_object()},
             "tool_choice": given.use.choice_object(),
             "tools": given.use.objects(),
             "top_logprobs": given.num_top or 0,

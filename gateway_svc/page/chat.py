@@ -11,6 +11,7 @@ from cadenza.errors import CadenzaError
 from cadenza.outputs import RequestOutput
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
+from gateway_svc.fields.field import as_integers
 from gateway_svc.http.errors import ApiError, api_error, bad_request, openai_body
 from gateway_svc.http.reading import read_body
 from gateway_svc.http.sending import EventStream, data_event
@@ -107,12 +108,12 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(body.keys() - _FIELDS)
     if unknown:
         raise bad_request("there is no such field", unknown[0])
-    max_tokens, temperature = body.get("max_tokens", 128), body.get("temperature")
+    max_tokens, temperature = as_integers(body.get("max_tokens", 128)), body.get("temperature")
     if not _is_number(max_tokens, int) or not 1 <= max_tokens <= _MAX_TOKENS:
         raise bad_request(f"max_tokens must be 1 to {_MAX_TOKENS}", "max_tokens")
     if temperature is not None and not (_is_number(temperature, (int, float)) and 0 <= temperature <= 2):
         raise bad_request("temperature must be 0 to 2", "temperature")
-    seed = body.get("seed")
+    seed = as_integers(body.get("seed"))
     if seed is not None and not (_is_number(seed, int) and 0 <= seed < 2**64):
         raise bad_request("seed must be 0 to 2^64 - 1", "seed")
     given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}

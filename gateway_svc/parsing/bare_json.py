@@ -27,6 +27,9 @@ class BareJsonParser:
 
     def feed(self, piece: Piece) -> Iterator[Part]:
         """As CallParser."""
+        if isinstance(piece, Mark) and self._objects.is_in_string:
+            yield from self._objects.mark(piece)
+            return
         is_mark = isinstance(piece, Mark) and piece.role is Role.CALL
         if not is_mark or self._at is _BareJsonState.OBJECT:
             yield from self._text(shown_of(piece))

@@ -8,6 +8,8 @@ from collections.abc import Collection
 from enum import Enum
 from typing import NoReturn
 
+from gateway_svc.parsing.parts import Mark
+
 _SPACE = " \t\r\n"
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _SCALAR_STARTS = "-0123456789tfn"
@@ -26,6 +28,11 @@ class ValueEnd:
         self._depth = 0
         self._is_string = False
         self._is_escaped = False
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether the next character belongs to a string."""
+        return self._is_string
 
     def find(self, text: str, start: int) -> tuple[int, bool]:
         """Read on from `start`; returns the index behind what belongs to the value, and whether it has ended."""
@@ -97,6 +104,11 @@ class CallObject:
         """What was read before it was a call."""
         return "".join(self._raw)
 
+    @property
+    def is_in_string(self) -> bool:
+        """Whether the next character belongs to a string, of a key or a value."""
+        return self._at in (_CallJsonState.IN_KEY, _CallJsonState.IN_VALUE) and self._end.is_in_string
+
     def feed(self, text: str, start: int) -> tuple[int, str]:
         """Read from `start` on; returns the index behind what was used, and new text of the arguments.
 
@@ -121,6 +133,14 @@ class CallObject:
             arguments = "".join(self._arguments)
             self._arguments.clear()
         return index, arguments
+
+    def mark(self, mark: Mark) -> str:
+        """Take a marker that stands in a string, and is its text; returns new text of the arguments."""
+        num_raw = len(self._raw)
+        _, arguments = self.feed(mark.written, 0)
+        if not self.is_call:
+            self._raw[num_raw:] = [mark.shown]
+        return arguments
 
     def _in_value(self, text: str, index: int) -> int:
         """Read on in an object, list or string, or in a key; returns the index behind what was used."""

@@ -79,6 +79,11 @@ class ObjectReader:
         """Whether this object is a call."""
         return self._object is not None and self._object.is_call
 
+    @property
+    def is_in_string(self) -> bool:
+        """Whether the next character belongs to a string of this object: a marker there is text."""
+        return self._object is not None and self._object.is_in_string
+
     def open(self) -> None:
         """The next character is an opening bracket."""
         self._object = CallObject(needs_arguments=self._needs_arguments, names=self._names)
@@ -103,6 +108,11 @@ class ObjectReader:
         if call.is_done:
             self._object, self.before = None, ""
         return index, parts, True
+
+    def mark(self, mark: Mark) -> Iterator[Part]:
+        """Take a marker that stands in a string."""
+        assert self._object is not None
+        yield from self._answer.arguments(self._object.mark(mark))
 
     def give_back(self) -> Iterator[Part]:
         """Give back what was read, as it is no call; a call that is known already stays."""

@@ -30,7 +30,9 @@ class HermesParser:
 
     def feed(self, piece: Piece) -> Iterator[Part]:
         """As CallParser."""
-        if isinstance(piece, Mark) and piece.role in (Role.CALL, Role.CALL_END):
+        if isinstance(piece, Mark) and self._objects.is_in_string:
+            yield from self._objects.mark(piece)
+        elif isinstance(piece, Mark) and piece.role in (Role.CALL, Role.CALL_END):
             yield from self._mark(piece)
         else:
             yield from self._text(shown_of(piece))

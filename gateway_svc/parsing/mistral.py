@@ -41,6 +41,10 @@ class MistralParser:
         """As CallParser."""
         if not isinstance(piece, Mark):
             yield from self._text(piece)
+        elif self._objects.is_in_string:
+            yield from self._objects.mark(piece)
+        elif self._at is _MistralState.ARGUMENTS and self._end.is_in_string:
+            yield from self._text(piece.written)
         elif piece.role is Role.CALL:
             self._forget_behind()
             yield from self._give_back()

@@ -68,7 +68,7 @@ def _call_parser(reading: Reading) -> CallParser | None:
         case "pythonic":
             return PythonicParser(names)
         case "qwen3_coder":
-            return QwenCoderParser(reading.kinds)
+            return QwenCoderParser(reading.kinds, names)
         case _:
             return MistralParser()
 

@@ -47,6 +47,11 @@ class Mark:
         """What it means."""
         return self.marker.role
 
+    @property
+    def written(self) -> str:
+        """What it is within a string of a call, which a token that texts leave out belongs to as well."""
+        return self.marker.text
+
 
 Piece = str | Mark
 

@@ -9,6 +9,8 @@ from gateway_svc.parsing.calls import AnswerBuilder, shown_of
 from gateway_svc.parsing.parts import Mark, Part, Piece, Role
 from gateway_svc.parsing.python_call import PythonArguments
 
+_ROLES = (Role.CALL, Role.CALL_END)
+
 
 class _PythonicState(Enum):
     START = "the beginning, or behind the marker"
@@ -34,7 +36,11 @@ class PythonicParser:
 
     def feed(self, piece: Piece) -> Iterator[Part]:
         """As CallParser."""
-        if not isinstance(piece, Mark) or self._at is _PythonicState.CALL:
+        if isinstance(piece, Mark) and self._at is _PythonicState.CALL and self._arguments.is_in_string:
+            self._arguments.feed(piece.written, 0)
+            self._raw.append(piece.shown)
+            yield from self._after_arguments()
+        elif not isinstance(piece, Mark) or self._at is _PythonicState.CALL or piece.role not in _ROLES:
             yield from self._text(shown_of(piece))
         elif piece.role is Role.CALL:
             yield from self._give_back()

@@ -32,14 +32,14 @@ class ReasoningSplitter:
             self.num_tokens = None
 
     def feed(self, piece: Piece) -> Iterator[Thought | Piece]:
-        """Take one piece; gives the thought's text, and pieces of the answer."""
+        """Take one piece; gives the thought's text, and pieces of the answer, where markers of thoughts are text."""
         match self._state:
             case _State.BEFORE:
                 yield from self._before(piece)
             case _State.OPEN:
                 yield from self._open(piece)
             case _State.DONE:
-                yield from _as_text(piece)
+                yield piece
 
     def finish(self) -> Iterator[Piece]:
         """Give the rest."""
@@ -59,7 +59,7 @@ class ReasoningSplitter:
         else:
             if held:
                 yield held
-            yield from _as_text(piece)
+            yield piece
 
     def _open(self, piece: Piece) -> Iterator[Thought | Piece]:
         if isinstance(piece, Mark):
@@ -72,15 +72,6 @@ class ReasoningSplitter:
         self._has_text = self._has_text or bool(text.strip())
         if text:
             yield Thought(text)
-
-
-def _as_text(piece: Piece) -> Iterator[Piece]:
-    """A piece of the answer, in which markers of thoughts are text."""
-    if isinstance(piece, Mark) and piece.role in (Role.THOUGHT, Role.THOUGHT_END):
-        if piece.shown:
-            yield piece.shown
-    else:
-        yield piece
 
 
 class Opening(Enum):

@@ -8,7 +8,7 @@ from typing import Any
 
 from cadenza.prompts import Prompt, parse_prompts
 from gateway_svc.fields.constraints import output_constraint
-from gateway_svc.fields.field import read_fields, wrong_value
+from gateway_svc.fields.field import as_integers, read_fields, wrong_value
 from gateway_svc.fields.sampling import (
     answer_id,
     number_of_choices,
@@ -65,6 +65,7 @@ def read_completion(body: Mapping[str, Any]) -> GatewayRequest:
 
 def _prompts(value: Any, cache_salt: str | None) -> list[Prompt]:
     """The prompts of a completion: a text, texts, token ids, or lists of token ids. Raises ApiError."""
+    value = as_integers(value)
     if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
         raise bad_request(f"prompt has {len(value)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
     if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):

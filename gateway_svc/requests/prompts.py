@@ -105,6 +105,8 @@ def _message(message: Any, index: int) -> Any:
     given = {name: message[name] for name in _KEYS if name in message}
     calls_or_thought = ("tool_calls", "reasoning_content", "reasoning")
     if given.get("role") == "assistant" and given.get("content") is None:
-        given["content"] = None if any(given.get(name) for name in calls_or_thought) else ""
+        refusal = message.get("refusal")
+        nothing = None if any(given.get(name) for name in calls_or_thought) else ""
+        given["content"] = refusal if isinstance(refusal, str) and refusal else nothing
     role = message.get("role")
     return given | {"role": _ROLES.get(role, role) if isinstance(role, str) else role}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from cadenza.prompts import Prompt
 from cadenza.sampling_params import SamplingParams
@@ -59,6 +59,24 @@ class GatewayRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextFormat:
+    """The format of the output of /v1/responses; None: not given."""
+
+    kind: Literal["text", "json_object", "json_schema", "structural_tag"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: Mapping[str, Any] | bool | None = None
+    strict: bool | None = None
+    tag: Mapping[str, Any] = field(default_factory=dict)
+    """A structural tag's own keys, beside its type."""
+
+    def as_object(self) -> dict[str, Any]:
+        """As the answer repeats it."""
+        own = {"name": self.name, "description": self.description, "schema": self.schema, "strict": self.strict}
+        return {"type": self.kind, **{name: value for name, value in own.items() if value is not None}, **self.tag}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest(GatewayRequest):
     """A request of /v1/responses, whose answer repeats what was given."""
 
@@ -69,8 +87,7 @@ class ResponsesRequest(GatewayRequest):
     prompt_cache_key: str | None
     reasoning: Mapping[str, str | None]
     """effort, summary and generate_summary, as far as they were given."""
-    text: Mapping[str, Any]
-    """The format of the output, as JSON that is checked."""
+    text_format: TextFormat
     user: str | None
     safety_identifier: str | None
     carries_thought: bool

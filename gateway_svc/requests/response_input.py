@@ -13,7 +13,7 @@ import binascii
 from collections.abc import Mapping
 from typing import Any
 
-from cadenza.chats import kind_of_part
+from cadenza.chats import kind_of_part, text_of_part
 from cadenza.prompts import Prompt
 from gateway_svc.fields.field import check_keys, shown
 from gateway_svc.http.errors import ApiError, bad_request
@@ -126,6 +126,8 @@ def _content(content: Any, where: str) -> Any:
 def _part(part: Any, where: str) -> Any:
     if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
+    if isinstance(part, Mapping) and part.get("type") == "refusal" and text_of_part(part) is not None:
+        return part
     raise bad_request(f"{where}: only text parts are supported, not {kind_of_part(part) or shown(part)}", "input")
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway_svc.fields.constraints import output_constraint
-from gateway_svc.fields.field import read_fields, wrong_value
+from gateway_svc.fields.field import check_kind, read_fields, wrong_value
 from gateway_svc.fields.sampling import answer_id, check_stream_options, require, sampling_params, unset_sampling
 from gateway_svc.fields.tables import RESPONSES
 from gateway_svc.http.errors import bad_request
-from gateway_svc.requests.request import ResponsesRequest
+from gateway_svc.requests.request import ResponsesRequest, TextFormat
 from gateway_svc.requests.response_input import response_prompt
 from gateway_svc.requests.tools import response_tools
 
@@ -48,7 +48,7 @@ def read_response(body: Mapping[str, Any]) -> ResponsesRequest:
         parallel_tool_calls=values.get("parallel_tool_calls", True),
         prompt_cache_key=values.get("prompt_cache_key"),
         reasoning=reasoning,
-        text=values.get("text") or {"format": {"type": "text"}},
+        text_format=_text_format(values.get("text", {}).get("format") or {"type": "text"}),
         user=values.get("user"),
         safety_identifier=values.get("safety_identifier"),
         carries_thought=_THOUGHTS in include,
@@ -68,6 +68,17 @@ def _num_top(include: Sequence[str], number: int | None) -> int | None:
             raise bad_request(f"top_logprobs needs {_LOGPROBS} in include", "top_logprobs")
         return None
     return number or 0
+
+
+def _text_format(given: Mapping[str, Any]) -> TextFormat:
+    """The format, of which `output_constraint` has read what constrains; raises ApiError."""
+    kind = given["type"]
+    if kind == "structural_tag":
+        return TextFormat(kind=kind, tag={name: value for name, value in given.items() if name != "type"})
+    for name, wanted in (("name", "a string"), ("description", "a string"), ("strict", "a boolean")):
+        if (value := given.get(name)) is not None:
+            check_kind(f"text.format.{name}", wanted, value, "text")
+    return TextFormat(kind=kind, **{name: value for name, value in given.items() if name != "type"})
 
 
 def _check_reasoning(reasoning: Mapping[str, Any]) -> None:

@@ -11,11 +11,10 @@ from cadenza.calls import convert
 from cadenza.calls.output_collector import OutputCollector
 from cadenza.calls.reconnect import grace_s
 from cadenza.calls.session import size_error
-from cadenza.errors import CadenzaError, InvalidRequestError
+from cadenza.errors import CadenzaError
 from cadenza.outputs import RequestOutput
 from cadenza.prompts import CallOptions, Prompt
 from cadenza.sampling_params import SamplingParams
-from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.scheduler.inbox import Inbox, Taken
 from gateway_svc.scheduler.session import PromptRun
@@ -67,9 +66,8 @@ class Generation:
             ]
         ]
         for each in self._runs:
-            if size_error(each.request) is not None:
-                size = each.request.ByteSize()
-                raise InvalidRequestError(f"the prompt has {size} bytes, and can have {MAX_REQUEST_BYTES} at most")
+            if (error := size_error(each.request)) is not None:
+                raise error
 
     async def __aenter__(self) -> Generation:
         for each in self._runs:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza.structured_outputs import StructuredOutputsParams
+from cadenza_common.grammar.json_schema import OPTIONS, whole_sizes, with_whitespace
 from gateway_svc.http.errors import bad_request
 from gateway_svc.parsing.formats import Formats
 from gateway_svc.parsing.parts import Role
@@ -70,32 +71,34 @@ def answer_rules(given: StructuredOutputsParams) -> list[str] | None:
         return [f"answer: /{regex}/"]
     if given.grammar is not None:
         return _of_lark(given.grammar)
-    schema = schema_of(given, with_whitespace=True)
+    schema = schema_of(given, with_spaces=True)
     return None if schema is None else [f"answer: %json {json.dumps(schema, ensure_ascii=False)}"]
 
 
-def schema_of(given: StructuredOutputsParams, *, with_whitespace: bool = False) -> dict[str, Any] | None:
+def schema_of(given: StructuredOutputsParams, *, with_spaces: bool = False) -> dict[str, Any] | None:
     """The JSON schema that an output must fit; None for other constraints.
 
-    with_whitespace: what the constraint says about whitespace is added; without, such a constraint is another one.
+    with_spaces: what the constraint says about whitespace is added; without, such a constraint is another one.
     """
     spaces: dict[str, Any] = {}
     if given.disable_any_whitespace:
         spaces["whitespace_flexible"] = False
     elif given.whitespace_pattern:
         spaces["whitespace_pattern"] = given.whitespace_pattern
-    if given.disable_additional_properties or (spaces and not with_whitespace):
+    if given.disable_additional_properties or (spaces and not with_spaces):
         return None
     if given.json_object:
         schema: Any = {"type": "object"}
     elif given.json is not None:
-        schema = json.loads(str(given.json))
+        schema = json.loads(str(given.json), object_hook=whole_sizes)
     else:
         return None
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         return None
-    return {**schema, "x-guidance": spaces} if spaces else schema
+    if not with_spaces:
+        return schema
+    return {**schema, OPTIONS: spaces} if spaces else with_whitespace(schema)
 
 
 def _of_lark(grammar: str) -> list[str] | None:

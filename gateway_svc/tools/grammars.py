@@ -38,6 +38,7 @@ _KWARGS_KEYS = frozenset(
 )
 """What a schema of arguments may have that are written one by one."""
 _COMMA = '", "'
+_ANY = f"/{ANY_TEXT}/"
 
 
 def grammar_of(use: ToolUse, formats: Formats, opening: Opening | None, answer: Mapping[str, Any] | None) -> str:
@@ -88,17 +89,17 @@ def _terminals(formats: Formats, opening: Opening | None) -> list[str]:
     if end.token_id is None:
         # Greedy text would take the marker's beginning, and then could not end with it.
         return [f"thought[lazy]: THOUGHT {literal(end.text)}", f"THOUGHT: /{ANY_TEXT}/", _SPACE]
-    return [f"thought: THOUGHT {_mark(end)}", f"THOUGHT: {_text_without(end)}", _SPACE]
+    return [f"thought: THOUGHT {_mark(end)}", f"THOUGHT: {_text_without(end.text)}", _SPACE]
 
 
 def _mark(marker: Marker) -> str:
     return f"<[{marker.token_id}]>" if marker.token_id is not None else literal(marker.text)
 
 
-def _text_without(marker: Marker) -> str:
-    """Any text in which a marker's text does not stand."""
-    text = re.escape(marker.text).replace("/", r"\/")
-    return f"/{ANY_TEXT}/ & ~/{ANY_TEXT}{text}{ANY_TEXT}/"
+def _text_without(text: str) -> str:
+    """Any text in which another one does not stand."""
+    text = re.escape(text).replace("/", r"\/")
+    return f"{_ANY} & ~/{ANY_TEXT}{text}{ANY_TEXT}/"
 
 
 class _Writer:
@@ -136,10 +137,12 @@ class _Writer:
             return f"TEXT | {calls}"
         self._write_body()
         marker = self._formats.marker(Role.CALL)
+        # What calls without a marker too stands in no text: it would keep to no schema.
+        free = [_text_without(FUNCTION)] if self._formats.tools == "qwen3_coder" else []
         if marker.token_id is None:
-            self.rules += [f"before[lazy]: TEXT {literal(marker.text)}", f"TEXT: /{ANY_TEXT}/"]
+            self.rules += [f"before[lazy]: TEXT {literal(marker.text)}", f"TEXT: {' & '.join(free or [_ANY])}"]
         else:
-            self.rules += ["before: TEXT open", f"TEXT: {_text_without(marker)}"]
+            self.rules += ["before: TEXT open", f"TEXT: {' & '.join([_text_without(marker.text), *free])}"]
         return f"(before body){'*' if self._use.is_parallel else '?'} TEXT"
 
     def _several(self, one: str, between: str) -> str:

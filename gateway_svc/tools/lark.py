@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from cadenza_common.grammar.json_schema import OPTIONS, whole_sizes
+
 ANY_TEXT = "(?s:.*)"
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as templates write it."""
@@ -18,4 +20,7 @@ def literal(text: str) -> str:
 
 def compact_json(schema: Mapping[str, Any]) -> str:
     """The JSON of a schema, compact."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _COMPACT}, ensure_ascii=False)}"
+    text = json.dumps({**schema, OPTIONS: _COMPACT}, ensure_ascii=False)
+    if ".0" in text:
+        text = json.dumps(json.loads(text, object_hook=whole_sizes), ensure_ascii=False)
+    return f"%json {text}"

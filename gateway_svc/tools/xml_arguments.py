@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway_svc.fields.field import as_integers
 from gateway_svc.parsing.argument_kinds import TEXT, Kinds, kinds_of, resolved
 from gateway_svc.parsing.qwen_coder import PARAMETER, PARAMETER_END
 from gateway_svc.requests.tools import Tool
@@ -82,7 +83,7 @@ def _size(schema: Mapping[str, Any]) -> str:
     """The length of a string, as an expression repeats what it is of; nothing: any, or other constraints."""
     if not schema.keys() & _SIZES or schema.keys() - _NOTES - _SIZES - {"type"}:
         return ""
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    least, most = as_integers(schema.get("minLength", 0)), as_integers(schema.get("maxLength", ""))
     return f"{{{least},{most}}}"
 
 

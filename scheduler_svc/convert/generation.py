@@ -18,7 +18,7 @@ from scheduler_svc.engine.live_request import LiveRequest
 from scheduler_svc.engine.reader import OutputChunk, SampleChunk
 from scheduler_svc.engine.resume_point import ResumePoint, SamplePosition
 from scheduler_svc.plan_loop.gauges import Load
-from scheduler_svc.plan_loop.ports import ExecutorState
+from scheduler_svc.plan_loop.ports import ExecutorState, TextStream
 from scheduler_svc.requests.fields import OutputMode, PromptFields, RequestFields
 from scheduler_svc.requests.sampling_fields import DEFAULTS, FIELD_RULES, EarlyStopping, SamplingFields
 from scheduler_svc.tenants.tenant import ONLY_TENANT, Tenant
@@ -52,6 +52,8 @@ _TOKEN_LISTS = frozenset({"allowed_token_ids", "stop_token_ids"})
 _LONG_BYTES = 64 * 1024
 """A longer request is converted in slices."""
 _LONG_BIASES = 1024
+_NO_CHARACTER = "\ufffd"
+"""What stands in texts for bytes that are no UTF-8."""
 _FIELDS_BESIDE_RESUME = frozenset(
     {"request_id", "resume", "output_mode", "return_prompt_token_ids", "return_text_ends", "traceparent"}
 )
@@ -145,11 +147,11 @@ def fill_response(
 ) -> None:
     """Fill in a chunk of output; the first response includes info, the last one stats."""
     message.request_id = live.request.spec.request_id
-    token_text = live.samples[0].text.token_text if live.samples[0].text is not None else None
+    text = live.samples[0].text
     if chunk.prompt_logprobs is not None:
-        _fill_prompt_logprobs(message, live, chunk.prompt_logprobs, token_text)
+        _fill_prompt_logprobs(message, live, chunk.prompt_logprobs, text)
     for sample in chunk.samples:
-        _fill_output(message.outputs.add(), live, sample, token_text)
+        _fill_output(message.outputs.add(), live, sample, text)
     if chunk.is_first:
         prompt = live.request.spec.prompt_token_ids
         message.info.seed = live.request.spec.sampling.seed
@@ -237,9 +239,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _fill_output(
-    output: pb.SampleOutput, live: LiveRequest, chunk: SampleChunk, token_text: Callable[[int], str] | None
-) -> None:
+def _fill_output(output: pb.SampleOutput, live: LiveRequest, chunk: SampleChunk, text: TextStream | None) -> None:
     output.sample_index = chunk.sample_index
     output.first_token_index = chunk.first_token_index
     output.token_ids.extend(chunk.token_ids)
@@ -247,7 +247,7 @@ def _fill_output(
     output.text_offset = chunk.text_offset
     output.text_ends.extend(chunk.text_ends)
     if chunk.logprobs:
-        output.logprobs.CopyFrom(_logprob_columns(chunk.token_ids, chunk.logprobs, token_text))
+        output.logprobs.CopyFrom(_logprob_columns(chunk.token_ids, chunk.logprobs, text))
     if chunk.finish is not None:
         output.finish.CopyFrom(_finish(chunk.finish))
         cumulative_logprob = live.cumulative_logprob(chunk.sample_index)
@@ -259,7 +259,7 @@ def _fill_prompt_logprobs(
     message: pb.GenerateResponse,
     live: LiveRequest,
     logprobs: LogprobColumns,
-    token_text: Callable[[int], str] | None,
+    text: TextStream | None,
 ) -> None:
     message.prompt_logprobs_start = logprobs.start
     message.prompt_logprobs.CopyFrom(
@@ -271,25 +271,37 @@ def _fill_prompt_logprobs(
             top_logprobs=logprobs.top_logprobs,
         )
     )
-    if token_text is not None:
-        token_ids = live.request.spec.prompt_token_ids[logprobs.start : logprobs.end]
-        message.prompt_logprobs.chosen_tokens.extend(map(token_text, token_ids))
-        message.prompt_logprobs.top_tokens.extend(map(token_text, logprobs.top_token_ids))
+    token_ids = live.request.spec.prompt_token_ids[logprobs.start : logprobs.end]
+    _name_tokens(message.prompt_logprobs, token_ids, logprobs.top_token_ids, text)
+
+
+def _name_tokens(
+    columns: types_pb2.LogprobColumns, token_ids: Sequence[int], top_ids: Sequence[int], text: TextStream | None
+) -> None:
+    """Add the tokens' texts, and the bytes of those that have no text of their own."""
+    if text is None:
+        return
+    columns.chosen_tokens.extend(map(text.token_text, token_ids))
+    columns.top_tokens.extend(map(text.token_text, top_ids))
+    if any(_NO_CHARACTER in each for each in columns.chosen_tokens):
+        columns.chosen_bytes.extend(map(text.token_bytes, token_ids))
+    if any(_NO_CHARACTER in each for each in columns.top_tokens):
+        columns.top_bytes.extend(map(text.token_bytes, top_ids))
 
 
 def _logprob_columns(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], token_text: Callable[[int], str] | None
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text: TextStream | None
 ) -> types_pb2.LogprobColumns:
     top_ids = [token_id for entry in logprobs for token_id in entry.top_token_ids]
-    return types_pb2.LogprobColumns(
+    columns = types_pb2.LogprobColumns(
         chosen_logprobs=[entry.logprob for entry in logprobs],
         chosen_ranks=[entry.rank for entry in logprobs],
         num_top=len(logprobs[0].top_token_ids),
         top_token_ids=top_ids,
         top_logprobs=[logprob for entry in logprobs for logprob in entry.top_logprobs],
-        chosen_tokens=[token_text(token_id) for token_id in token_ids] if token_text else (),
-        top_tokens=[token_text(token_id) for token_id in top_ids] if token_text else (),
     )
+    _name_tokens(columns, token_ids, top_ids, text)
+    return columns
 
 
 def _finish(finish: Finish) -> types_pb2.Finish:

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from cadenza.v1 import types_pb2
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
-from scheduler_svc.convert.wire import sizes_of
+from scheduler_svc.convert.wire import largest_field, sizes_of
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS
 from scheduler_svc.requests.tokenizer import MAX_PROMPT_TOKENS
@@ -94,7 +94,7 @@ _HOLDERS = frozenset({name.partition(".")[0] for name in LIMITS} | {"PromptPart"
 def check_size(raw: bytes, message: type[Message]) -> None:
     """Check the size of a message that is not parsed yet; raises RequestRejectedError.
 
-    The field is the message's part that is too long: `message`, `lists of numbers` or `small fields`.
+    The field is the one that has most of the message, or `message` where all of it is too long.
     """
     if len(raw) > MAX_REQUEST_BYTES:
         raise RequestRejectedError("message", f"has {len(raw)} bytes; at most {MAX_REQUEST_BYTES} are allowed")
@@ -102,11 +102,12 @@ def check_size(raw: bytes, message: type[Message]) -> None:
         return
     sizes = sizes_of(raw, message)
     for name, num_bytes, limit in (
-        ("lists of numbers", sizes.lists, MAX_LIST_BYTES),
-        ("small fields", sizes.others, MAX_OTHER_BYTES),
+        ("in lists of numbers", sizes.lists, MAX_LIST_BYTES),
+        ("beside its texts and lists of numbers", sizes.others, MAX_OTHER_BYTES),
     ):
         if num_bytes > limit:
-            raise RequestRejectedError(name, f"have {num_bytes} bytes; at most {limit} are allowed")
+            why = f"the request has {num_bytes} bytes {name}, most of them here; at most {limit} are allowed"
+            raise RequestRejectedError(largest_field(raw, message), why)
 
 
 def check_limits(message: Message) -> None:

@@ -94,6 +94,27 @@ class _SizeReader:
             at += length
 
 
+def largest_field(raw: bytes, message: type[Message]) -> str:
+    """Path of the field that has most of a message's bytes, as far as they can be read; "message" if none can.
+
+    Parts of a session are looked into: paths are those of the request.
+    """
+    path, descriptor = "", message.DESCRIPTOR
+    while True:
+        sizes, contents = Counter[int](), dict[int, bytes]()
+        with contextlib.suppress(UnparsableError, IndexError):
+            for number, content in _FieldReader(_MAX_SIZED).fields(raw):
+                sizes[number] += len(content) + 2
+                contents[number] = content
+        field = next((descriptor.fields_by_number.get(number) for number, _ in sizes.most_common(1)), None)
+        if field is None:
+            return path.rstrip(".") or "message"
+        if field.message_type is None or field.is_repeated:
+            return path + field.name
+        raw, descriptor = contents[field.number], field.message_type
+        path = "" if message.DESCRIPTOR.name == "SessionRequest" and not path else f"{path}{field.name}."
+
+
 def path_of_bad_string(raw: bytes, message: type[Message]) -> str:
     """Path of the first string that is not UTF-8 in a message of this type; empty if none is found."""
     try:
@@ -114,10 +135,10 @@ def string_at(raw: bytes, *numbers: int) -> str:
 
 
 class _FieldReader:
-    """Reads at most _MAX_FIELDS fields from bytes."""
+    """Reads some fields from bytes."""
 
-    def __init__(self) -> None:
-        self._num_left = _MAX_FIELDS
+    def __init__(self, most: int = _MAX_FIELDS) -> None:
+        self._num_left = most
 
     def bad_string(self, raw: bytes, descriptor: Any, path: str) -> str:
         seen: Counter[int] = Counter()

@@ -188,6 +188,9 @@ class TextStream(Protocol):
     def token_text(self, token_id: int) -> str:
         """The text of one token alone, for logprobs."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Its bytes, if its text is not its own, as that of a part of a character; nothing: its text's."""
+
 
 @dataclass(frozen=True, slots=True)
 class BestOf:

@@ -29,6 +29,9 @@ class TokenDecoder(Protocol):
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token whose text is not its own, as a part of a character; nothing: its text's."""
+
     def fixed_text(self, token_id: int) -> str | None:
         """Return the text that a token adds after any text that ends with a complete character.
 
@@ -225,6 +228,10 @@ class StoppedText:
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token."""
         return self._tokenizer.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token whose text is not its own; nothing: its text's."""
+        return self._tokenizer.token_bytes(token_id)
 
     def _cut_token_ends(self) -> None:
         """Let the tokens of a stop string end where the text does, as the last one does."""

@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import json
 import logging
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from cadenza_common.gguf.metadata import GgufError
 from cadenza_common.gguf.tokenizer import load_gguf_tokenizer
 from scheduler_svc.requests.chats.fields import ChatFields
 from scheduler_svc.requests.chats.renderer import ChatRenderer, ChatSettings, templates_of
+from scheduler_svc.requests.token_bytes import bytes_of_token, is_byte_token
 from scheduler_svc.requests.tokenizer_files import problem_of
 
 _LOG = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ _MOST_REASON = 500
 """Characters of a message about a tokenizer that cannot be loaded."""
 _FUSED = (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"])
 """Decoders of sentencepiece models with byte fallback, as Llama 2 and Gemma have."""
-_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -218,6 +217,13 @@ class Tokenizer:
             self._token_texts[token_id] = text
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token whose text is not its own, as a part of a character; nothing: its text's."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text or token_id >= self.vocab_size:
+            return b""
+        return bytes_of_token(self._inner.convert_ids_to_tokens(token_id) or "", text)
+
     def fixed_text(self, token_id: int) -> str | None:
         """Return the text that a token adds after any text that ends with a complete character.
 
@@ -233,7 +239,7 @@ class Tokenizer:
     def _find_fixed_text(self, token_id: int) -> str | None:
         if self._anchor is None or token_id in self.special_ids or token_id >= self.vocab_size:
             return None
-        if _BYTE_TOKEN.fullmatch(self._inner.convert_ids_to_tokens(token_id) or ""):
+        if is_byte_token(self._inner.convert_ids_to_tokens(token_id) or ""):
             return None
         before = self.decode([self._anchor])
         text = self.decode([self._anchor, token_id])

@@ -124,17 +124,23 @@ def _checked(name: str, table: object, path: str) -> _TenantTable:
     if not isinstance(table, dict):
         raise TenantsFileError(f"{where}: must be a table")
     try:
-        return _TenantTable.model_validate(_with_floats(table))
+        return _TenantTable.model_validate(_with_numbers(table))
     except ValidationError as exc:
         problem = exc.errors()[0]
         key = str(problem["loc"][0]) if problem["loc"] else ""
         raise TenantsFileError(f"{where} {key}: {_reason(problem, key)}") from None
 
 
-def _with_floats(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table with an integer weight as a float: TOML distinguishes them, people do not."""
-    weight = table.get("weight")
-    return {**table, "weight": float(weight)} if type(weight) is int else table
+def _with_numbers(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table with an integer weight as a float, and 3.0 as 3 elsewhere: people do not tell them apart."""
+    return {
+        name: float(value)
+        if name == "weight" and type(value) is int
+        else int(value)
+        if name != "weight" and isinstance(value, float) and value.is_integer()
+        else value
+        for name, value in table.items()
+    }
 
 
 def _reason(problem: ErrorDetails, key: str) -> str:

@@ -119,3 +119,12 @@ def test_messages_as_objects_in_many_conversations():
     assert parse_chats(chat)[0].messages == chat
     with pytest.raises(ValueError, match="conversation 1: message 0 cannot have a"):
         parse_chats([chat, [USER | {"a": 1}]])
+
+
+def test_a_refusal_in_parts_is_its_text():
+    parts = [{"type": "text", "text": "No"}, {"type": "refusal", "refusal": ", sorry"}]
+    (message,) = parse_messages([{"role": "assistant", "content": parts}])
+    assert message.content == "No, sorry"
+    for bad in ({"type": "refusal"}, {"type": "refusal", "refusal": 5}, {"type": ["refusal"]}, {"refusal": "No"}):
+        with pytest.raises(ValueError, match="only text parts are supported"):
+            parse_messages([{"role": "assistant", "content": [bad]}])

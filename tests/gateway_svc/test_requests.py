@@ -95,3 +95,25 @@ def test_of_several_faults_the_first_is_told(read, body, param):
     with pytest.raises(ApiError) as refused:
         read(body)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("given", "repeated"),
+    [
+        (None, {"type": "text"}),
+        ({}, {"type": "text"}),
+        ({"format": None}, {"type": "text"}),
+        ({"format": {"type": "json_object"}}, {"type": "json_object"}),
+        (
+            {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}},
+            {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True},
+        ),
+        (
+            {"format": {"type": "structural_tag", "structures": [], "triggers": ["a"]}},
+            {"type": "structural_tag", "structures": [], "triggers": ["a"]},
+        ),
+    ],
+)
+def test_a_responses_format_is_repeated_as_it_was_given(given, repeated):
+    request = read_response({"input": "a", "text": given})
+    assert request.text_format.as_object() == repeated

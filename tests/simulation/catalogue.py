@@ -69,6 +69,10 @@ class LettersDecoder:
         """Return the text of one token."""
         return _LETTERS[token_id % len(_LETTERS)]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return nothing: its text's."""
+        return b""
+
     def fixed_text(self, token_id: int) -> str:
         """Return the text that a token adds after any other."""
         return self.token_text(token_id)

@@ -245,10 +245,14 @@ def _rows(columns: types_pb2.LogprobColumns, token_ids: list[int]) -> list[Logpr
     width = columns.num_top
     for index, (token_id, logprob) in enumerate(zip(token_ids, columns.chosen_logprobs, strict=True)):
         text = columns.chosen_tokens[index] if columns.chosen_tokens else None
-        row = {token_id: Logprob(logprob, columns.chosen_ranks[index] if columns.chosen_ranks else None, text)}
+        rank_of_chosen = columns.chosen_ranks[index] if columns.chosen_ranks else None
+        raw = columns.chosen_bytes[index] if columns.chosen_bytes else b""
+        row = {token_id: Logprob(logprob, rank_of_chosen, text, raw or None)}
         for rank, place in enumerate(range(index * width, (index + 1) * width), start=1):
             top_text = columns.top_tokens[place] if columns.top_tokens else None
-            row.setdefault(columns.top_token_ids[place], Logprob(columns.top_logprobs[place], rank, top_text))
+            raw = columns.top_bytes[place] if columns.top_bytes else b""
+            top = Logprob(columns.top_logprobs[place], rank, top_text, raw or None)
+            row.setdefault(columns.top_token_ids[place], top)
         rows.append(row)
     return rows
 

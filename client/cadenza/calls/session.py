@@ -18,6 +18,7 @@ from cadenza.calls.reconnect import Attempts, Positions, is_lost_connection, who
 from cadenza.errors import (
     CadenzaError,
     DamagedStreamError,
+    FieldViolation,
     InternalError,
     InvalidRequestError,
     NotFoundError,
@@ -26,7 +27,7 @@ from cadenza.errors import (
     from_rpc_error,
     from_status,
 )
-from cadenza.v1 import generation_pb2, generation_pb2_grpc
+from cadenza.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 
 _LOG = logging.getLogger(__name__)
@@ -312,7 +313,23 @@ def size_error(request: generation_pb2.GenerateRequest) -> InvalidRequestError |
     size = request.ByteSize()
     if size + _ENVELOPE_BYTES <= MAX_REQUEST_BYTES:
         return None
-    return InvalidRequestError(f"the request has {size} bytes, and a message can have {MAX_REQUEST_BYTES} at most")
+    sizes = _sizes_of_params(request.sampling_params) | {"": sum(part.ByteSize() for part in request.prompt)}
+    field = max(sizes, key=lambda each: sizes[each])
+    rule = f"has {sizes[field]} bytes, and a request can have {MAX_REQUEST_BYTES} in all"
+    if not field:
+        return InvalidRequestError(f"the prompt {rule}")
+    return InvalidRequestError(f"{field}: {rule}", [FieldViolation(field, rule)])
+
+
+def _sizes_of_params(params: types_pb2.SamplingParams) -> dict[str, int]:
+    """The bytes of each field that is set, by its path."""
+    rest, sizes = types_pb2.SamplingParams(), dict[str, int]()
+    rest.CopyFrom(params)
+    for field, _ in params.ListFields():
+        before = rest.ByteSize()
+        rest.ClearField(field.name)  # type: ignore[arg-type]
+        sizes[f"sampling_params.{field.name}"] = before - rest.ByteSize()
+    return sizes
 
 
 async def abort_quietly(stub: generation_pb2_grpc.GenerationServiceAsyncStub, request_ids: Sequence[str]) -> None:

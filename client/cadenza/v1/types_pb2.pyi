@@ -608,7 +608,9 @@ class GrammarSpec(_message.Message):
     disable_additional_properties: _builtins.bool
     """JSON schema: objects have no properties beyond those that the schema names, unless it says otherwise."""
     whitespace_pattern: _builtins.str
-    """JSON forms: a regular expression of the whitespace between the parts of a value; at most 256 characters; empty: any."""
+    """JSON forms: a regular expression of the whitespace between the parts of a value; at most 256 characters; empty: a
+    space, or a line break and an indent of at most 40 characters.
+    """
     eos_last_only: _builtins.bool
     """EOS only where nothing else may follow; so ignore_eos is honoured."""
     @_builtins.property
@@ -935,6 +937,8 @@ class LogprobColumns(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     CHOSEN_TOKENS_FIELD_NUMBER: _builtins.int
     TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    CHOSEN_BYTES_FIELD_NUMBER: _builtins.int
+    TOP_BYTES_FIELD_NUMBER: _builtins.int
     num_top: _builtins.int
     """Number of top tokens for each token, the same for all."""
     @_builtins.property
@@ -961,6 +965,16 @@ class LogprobColumns(_message.Message):
     def top_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Text of each top token; [num_tokens * num_top], or empty with detokenize off."""
 
+    @_builtins.property
+    def chosen_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Bytes of each chosen token whose text is not its own, as that of a part of a character, and nothing for the others;
+        [num_tokens], or empty where there is no such token.
+        """
+
+    @_builtins.property
+    def top_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The same of each top token; [num_tokens * num_top], or empty."""
+
     def __init__(
         self,
         *,
@@ -971,10 +985,12 @@ class LogprobColumns(_message.Message):
         top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         chosen_tokens: _abc.Iterable[_builtins.str] | None = ...,
         top_tokens: _abc.Iterable[_builtins.str] | None = ...,
+        chosen_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
+        top_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen_logprobs", b"chosen_logprobs", "chosen_ranks", b"chosen_ranks", "chosen_tokens", b"chosen_tokens", "num_top", b"num_top", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "top_tokens", b"top_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen_bytes", b"chosen_bytes", "chosen_logprobs", b"chosen_logprobs", "chosen_ranks", b"chosen_ranks", "chosen_tokens", b"chosen_tokens", "num_top", b"num_top", "top_bytes", b"top_bytes", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

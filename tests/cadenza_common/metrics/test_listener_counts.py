@@ -27,6 +27,17 @@ class Lines(logging.Handler):
         self.lines.put_nowait(record.getMessage())
 
 
+@pytest.mark.parametrize(
+    ("peer", "shown"),
+    [("", "an address that is gone"), ("unix:", "unix"), ("odd", "odd"), ("ipv4:1.2.3.4:5", "ipv4:1.2.3.4")],
+)
+async def test_a_line_always_says_who_it_was(caplog: pytest.LogCaptureFixture, peer: str, shown: str) -> None:
+    gone = Peer()
+    gone.peer = lambda: peer  # type: ignore[method-assign]
+    ListenerCounts().refuse(RefusalReason.NO_MESSAGE, gone)
+    assert caplog.messages == [f"refused a call of {shown}: no_message"]
+
+
 async def test_a_reason_has_one_line_in_its_interval_however_many_calls_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

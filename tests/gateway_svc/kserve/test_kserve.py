@@ -160,6 +160,17 @@ async def test_parameters_of_the_request_hold_without_the_tensor(w, k):
     assert read_request(tensor).params.priority == 7
 
 
+@pytest.mark.parametrize("number", [3.0, "3", "3.0", 3])
+def test_three_point_zero_is_an_integer(number):
+    given = {"max_tokens": number, "seed": number, "top_k": number, "stop_token_ids": [7.0, 8]}
+    params = read_request(request("Hi", sampling_parameters=given)).params
+    assert (params.max_tokens, params.seed, params.top_k, params.stop_token_ids) == (3, 3, 3, [7, 8])
+    assert all(isinstance(each, int) for each in (params.max_tokens, params.seed, params.top_k, *params.stop_token_ids))
+    for wrong in (3.5, "3.5"):
+        with pytest.raises(ApiError, match="max_tokens"):
+            read_request(request("Hi", sampling_parameters={"max_tokens": wrong}))
+
+
 def test_a_constraint_is_the_text_of_an_object_as_before_triton():
     constraint = {"choice": ["yes", "no"]}
     tensor = request("Hi", sampling_parameters={"structured_outputs": json.dumps(constraint)})

@@ -67,10 +67,13 @@ def test_what_the_fields_limits_allow_is_parsed(message: Any) -> None:
 
 TOO_LONG = {
     "message": b"\x0a" + pb.GenerateRequest(adapter="x" * MAX_REQUEST_BYTES).SerializeToString(),
-    "lists of numbers": pb.GenerateRequest(
-        prompt=[{"tokens": {"ids": [5] * (MAX_LIST_BYTES + 1)}}]
+    "prompt": pb.GenerateRequest(prompt=[{"tokens": {"ids": [5] * (MAX_LIST_BYTES + 1)}}]).SerializeToString(),
+    "sampling_params.logit_bias": pb.GenerateRequest(
+        sampling_params={"logit_bias": dict.fromkeys(range(MAX_OTHER_BYTES // 8), 1.0)}
     ).SerializeToString(),
-    "small fields": pb.GenerateRequest(prompt=[{}] * (MAX_OTHER_BYTES // 2 + 1)).SerializeToString(),
+    "sampling_params.stop": pb.GenerateRequest(
+        prompt=[{"text": "Hello"}], sampling_params={"stop": ["a"] * MAX_OTHER_BYTES}
+    ).SerializeToString(),
 }
 
 
@@ -96,9 +99,13 @@ def test_a_long_message_of_a_session_is_refused_under_its_id() -> None:
 def test_strings_beyond_those_that_are_looked_at_count_as_small_fields() -> None:
     """Else many short strings, which take long to parse, would count as texts."""
     raw = pb.GenerateRequest(sampling_params={"stop": ["x" * 60] * 10_000}).SerializeToString()
-    with pytest.raises(RequestRejectedError, match=r"have \d+ bytes") as caught:
+    with pytest.raises(RequestRejectedError, match=r"has \d+ bytes beside its texts") as caught:
         check_size(raw, pb.GenerateRequest)
-    assert caught.value.field == "small fields"
+    assert caught.value.field == "sampling_params.stop"
+    raw = pb.SessionRequest(generate={"request_id": "a", "prompt": [{}] * MAX_OTHER_BYTES}).SerializeToString()
+    with pytest.raises(RequestRejectedError) as caught:
+        check_size(raw, pb.SessionRequest)
+    assert caught.value.field == "prompt"
 
 
 @given(st.binary(max_size=200))

@@ -77,6 +77,13 @@ def test_a_token_in_place_of_its_hash_is_refused_and_not_shown(entry: str) -> No
     assert entry not in str(found.value)
 
 
+def test_numbers_are_not_told_apart_by_their_points() -> None:
+    text = "[tenants.gold]\nweight = 4\nmax_requests = 10.0\nmax_priority = -2.0"
+    tenant = parse_tenants(text.encode(), "tenants.toml").by_name["gold"]
+    assert (tenant.weight, tenant.max_requests, tenant.max_priority) == (4.0, 10, -2)
+    assert isinstance(tenant.max_requests, int)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TenantsFileError, match=r"none\.toml: no such file"):
         read_tenants(str(tmp_path / "none.toml"))

@@ -60,6 +60,11 @@ class AnsweringChild:
             assert pipe is not None
             pipe.close()
 
+    def __del__(self) -> None:
+        """End it if nobody has: its tokenizer was dropped before it was used."""
+        if hasattr(self, "_process"):
+            self.end()
+
     async def _send(self, content: bytes) -> None:
         loop, left = asyncio.get_running_loop(), memoryview(content)
         while left:

@@ -35,19 +35,19 @@ _TOOL = "qmtool"
 _SCHEMA = {
     "type": "object",
     "properties": {
-        name: {"type": kind, "description": "a value"} for name, kind in (("qmkey", "string"), ("qmflag", "boolean"))
+        name: {"type": kind, "description": "a value"} for name, kind in (("city", "string"), ("exact", "boolean"))
     },
-    "required": ["qmkey"],
+    "required": ["city"],
 }
 _TOOLS = (
     json.dumps({"type": "function", "function": {"name": _TOOL, "description": "a function", "parameters": _SCHEMA}}),
 )
 _ID = "qmid00001"
 """Of nine letters and digits, which templates of Mistral demand."""
-_CALL = ToolCallFields(_TOOL, '{"qmkey": "Qmvalue", "qmflag": true}', _ID)
-_CUT = '{"qmkey": "Qmvalue'
+_CALL = ToolCallFields(_TOOL, '{"qmname": "Qmvalue", "exact": true}', _ID)
+_CUT = '{"qmname": "Qmvalue'
 _RESULT = MessageFields("tool", "Qmresult", tool_call_id=_ID)
-_CALL_MARKS = ("qmkey", "Qmvalue", "Qmresult")
+_CALL_MARKS = ("qmname", "Qmvalue", "Qmresult")
 
 
 def probe(source: str, path: str, special_tokens: Mapping[str, Any], wanted: ContentFormat) -> Probe:
@@ -127,7 +127,6 @@ class _Search:
     def _calls(self, tools: tuple[str, ...]) -> Generator[ChatJob, str | ChatError, None]:
         """Find the form that shows a call and its result, the one with the fewest flaws."""
         before = yield from self._text((_USER,), self.form, tools)
-        num_names = before.count(_TOOL) if isinstance(before, str) else 0
         flawless: set[tuple[bool, CallContent]] = set()
         best: tuple[int, TemplateForm] | None = None
         problem: str | None = None
@@ -138,7 +137,7 @@ class _Search:
                 problem = str(text) if problem is None else problem
                 continue
             problem = "it leaves the call or its result out"
-            if text.count(_TOOL) <= num_names or not all(mark in text for mark in _CALL_MARKS):
+            if not all(mark in text for mark in _CALL_MARKS):
                 continue
             flaws = _flaws(text) - (_flaws(before) if isinstance(before, str) else 0)
             if flaws <= 0:
@@ -180,4 +179,4 @@ class _Search:
 
 def _flaws(text: str) -> int:
     """Count what no template means to write: Python's objects, and JSON within a string of JSON."""
-    return text.count("None") + 2 * (text.count("'qmkey'") + text.count('\\"qmkey'))
+    return text.count("None") + 2 * (text.count("'qmname'") + text.count('\\"qmname'))

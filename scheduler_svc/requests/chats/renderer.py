@@ -9,7 +9,14 @@ from typing import Any
 
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.requests.chats.door import RenderDoor, finished
-from scheduler_svc.requests.chats.fields import ChatError, ChatFields, ChatJob, MessageFields, TemplateForm
+from scheduler_svc.requests.chats.fields import (
+    NOT_COMPILED,
+    ChatError,
+    ChatFields,
+    ChatJob,
+    MessageFields,
+    TemplateForm,
+)
 from scheduler_svc.requests.chats.forms import ContentFormat, probe
 
 _LOG = logging.getLogger(__name__)
@@ -85,7 +92,7 @@ class ChatRenderer:
         if self.brings_template(chat):
             source, field, door = chat.template, "template", self._of_requests
         else:
-            source, field = self._source(chat), ""
+            source, field = await self._source(chat), ""
             door = self._of_short if chat.num_chars <= SHORT_CHARS else self._of_long
         form = await self._form(source, field)
         _check_form(chat, form, field)
@@ -97,6 +104,8 @@ class ChatRenderer:
         form = forms.pop(source, None)
         if form is None:
             form = await self._probed(source, field, door)
+        if form.unusable and not form.unusable.startswith(NOT_COMPILED):
+            return form  # it took too long, as it may have on a busy machine
         forms[source] = form
         if field and len(forms) > _NUM_FORMS:
             del forms[next(iter(forms))]
@@ -122,13 +131,19 @@ class ChatRenderer:
         self._of_long.close()
         self._of_requests.close()
 
-    def _source(self, chat: ChatFields) -> str:
-        """Return the model's template for a chat, chosen as transformers does; raises ChatError."""
+    async def _source(self, chat: ChatFields) -> str:
+        """Return the model's template for a chat, chosen as transformers does; raises ChatError.
+
+        But calls without tools have that for tools, where the default one would leave them out.
+        """
         if chat.template in self.templates:
             return self.templates[chat.template]
         if chat.tools and _TOOL_USE in self.templates:
             return self.templates[_TOOL_USE]
         if _DEFAULT in self.templates:
+            has_calls = _TOOL_USE in self.templates and any(each.tool_calls for each in chat.messages)
+            if has_calls and (await self._form(self.templates[_DEFAULT], "")).no_calls:
+                return self.templates[_TOOL_USE]
             return self.templates[_DEFAULT]
         if not self.templates:
             raise ChatError("", _NO_TEMPLATE)

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from scheduler_svc.requests.chats.fields import ChatFields, MessageFields
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from tests.helpers.models.chats import encode_chat
 from tests.helpers.models.gguf_vocabularies import DEMO, Pairs, recorded, vocabulary, write_vocabulary
 
 CHAT = ChatFields((MessageFields("user", "Hi"),), add_generation_prompt=False)
@@ -83,7 +84,7 @@ def test_normal_tokens_that_are_named_stay_normal(tmp_path: Path) -> None:
     assert not tokenizer.special_ids & set(ids)
     template = {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
     tokenizer = load(tmp_path, vocabulary("bpe-normal-special") | template)
-    assert tokenizer.encode_chat(CHAT) == tokenizer.encode("CHi")
+    assert encode_chat(tokenizer, CHAT) == tokenizer.encode("CHi")
 
 
 def test_words_without_a_token_have_their_bytes(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_chat_template(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}{{ eos_token }}{% endfor %}"
     pairs = vocabulary(BYTE_LEVEL)
     tokenizer = load(tmp_path, pairs | {"tokenizer.chat_template": template})
-    ids = tokenizer.encode_chat(CHAT)
+    ids = encode_chat(tokenizer, CHAT)
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|im_start|>Hi</s>"
     assert ids[:2] == [pairs["bos_token_id"], pairs["tokens"].index("<|im_start|>")]
     assert not load(tmp_path, pairs).chats.templates

@@ -132,7 +132,7 @@ CHAT = by_name(
         honoured("documents", "a list", "objects, for templates that know them"),
         honoured("chat_template", "a string", _TRUSTED, "honoured if trusted at start"),
         honoured("chat_template_kwargs", "an object", "arguments of the template, such as enable_thinking"),
-        honoured("reasoning_effort", "a string", "an argument of the template; none: also enable_thinking=false"),
+        honoured("reasoning_effort", "a string", "an argument of the template; none, low to max: also whether it thinks, as thinking of Anthropic's"),
         honoured("include_reasoning", "a boolean", "false: the thought is left out of the answer"),
         refused("verbosity", "the model has no such setting", "ignored"),
         refused("modalities", _NO_MEDIA, "ignored", (["text"],)),
@@ -239,7 +239,8 @@ MESSAGES = by_name(
         honoured(
             "thinking",
             "an object",
-            "enabled or adaptive: thinking blocks, and enable_thinking for the template; budget_tokens is no limit",
+            "enabled or adaptive: thinking blocks; for the template enable_thinking, thinking, reasoning, thinking_mode, "
+            "and thinking_budget with budget_tokens, which is no limit of its own",
         ),
         refused("container", "there are none", "ignored"),
         refused("mcp_servers", "no tools are called here", "ignored", ([],)),

@@ -13,7 +13,7 @@ from gateway_svc.fields.field import check_keys, read_fields, shown
 from gateway_svc.fields.sampling import require, sampling_params, unset_sampling
 from gateway_svc.fields.tables import COUNT_TOKENS, MESSAGES
 from gateway_svc.http.errors import ApiError, bad_request
-from gateway_svc.requests.prompts import chat_prompt, template_arguments
+from gateway_svc.requests.prompts import chat_prompt, template_arguments, thinking_arguments
 from gateway_svc.requests.request import GatewayRequest, PromptQuery
 from gateway_svc.requests.tools import ToolUse, message_tools
 
@@ -90,7 +90,8 @@ def messages_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
     effort = _effort(values.get("output_config", {}))
     given = dict(values.get("chat_template_kwargs", {}))
     if thinks is not None:
-        given.setdefault("enable_thinking", thinks)
+        of_thought = values["thinking"]
+        given = thinking_arguments(thinks, of_thought["type"], of_thought.get("budget_tokens")) | given
     arguments = template_arguments(given, effort)
     try:
         return chat_prompt(
@@ -109,6 +110,9 @@ def thinking(values: Mapping[str, Any]) -> bool | None:
     if not isinstance(kind, str) or kind not in _THINKING:
         raise bad_request(f"thinking.type must be enabled, adaptive or disabled, not {shown(kind)}", "thinking")
     check_keys("thinking", given, ("type", "budget_tokens", "display"), "thinking")
+    budget = given.get("budget_tokens")
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+        raise bad_request(f"thinking.budget_tokens must be an integer of 0 or more, not {shown(budget)}", "thinking")
     return _THINKING[kind]
 
 

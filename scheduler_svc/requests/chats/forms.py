@@ -68,13 +68,18 @@ class _Search:
     wanted: ContentFormat
     form: TemplateForm = field(default_factory=TemplateForm)
     is_rendered: bool = False
-    """Whether a chat of one turn is."""
+    """Whether a chat is."""
+    tools: tuple[str, ...] = ()
+    """Of all chats."""
 
     def all(self) -> Generator[ChatJob, str | ChatError, None]:
         """Find one thing after another: each builds on those before."""
         if self.wanted == "parts":
             self.form = TemplateForm(_ROLES)
         shown = yield from self._content("user", (_USER,), "Qmuser")
+        if not shown and not self.form.unusable:
+            self.tools = _TOOLS  # as of one by the name tool_use, which needs them
+            shown = yield from self._content("user", (_USER,), "Qmuser")
         if not shown:
             return  # it shows no chat of this kind in any form: nothing can be said
         yield from self._content("assistant", (_USER, _ASSISTANT, _AGAIN), "Qmassistant")
@@ -87,10 +92,12 @@ class _Search:
             yield from self._raw_arguments(tools)
 
     def _text(
-        self, messages: tuple[MessageFields, ...], form: TemplateForm, tools: tuple[str, ...] = ()
+        self, messages: tuple[MessageFields, ...], form: TemplateForm, tools: tuple[str, ...] | None = None
     ) -> Generator[ChatJob, str | ChatError, str | ChatError]:
         """Return what a chat is rendered to in a form, or the error; raises ChatBoundsError."""
-        answer = yield replace(self.job, chat=ChatFields(messages, tools=tools), form=form)
+        answer = yield replace(
+            self.job, chat=ChatFields(messages, tools=self.tools if tools is None else tools), form=form
+        )
         if isinstance(answer, ChatBoundsError):
             raise answer
         self.is_rendered = self.is_rendered or isinstance(answer, str)
@@ -122,7 +129,7 @@ class _Search:
             is_lost = is_lost or isinstance(text, str)
         if is_lost:
             self.form = replace(self.form, no_tools="the chat template never shows tools to the model")
-        return ()
+        return self.tools
 
     def _calls(self, tools: tuple[str, ...]) -> Generator[ChatJob, str | ChatError, None]:
         """Find the form that shows a call and its result, the one with the fewest flaws."""

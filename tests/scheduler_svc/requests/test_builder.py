@@ -220,7 +220,7 @@ def test_paths_of_what_a_chat_cannot_have():
     thought = {"role": "assistant", "reasoning_content": "x"}
     assert refused(prompt=[turns(user, thought, continue_final_message=True)]) == f"{at}.messages[1].content"
     assert refused(prompt=[turns({"role": "refused", "content": "x"})]) == at
-    build(prompt=[turns(user, thought, {"role": "assistant", "tool_calls": [{"name": "f"}]})])
+    build(prompt=[turns(user, thought)])
 
 
 async def test_long_chats_are_rendered_in_another_process():

@@ -111,6 +111,23 @@ def test_chat_template(tmp_path: Path) -> None:
     assert not load(tmp_path, pairs).chats.templates
 
 
+@pytest.mark.parametrize("lists", [{}, {"tokenizer.chat_templates": ["tool_use", "rag", "gone"]}])
+def test_chat_templates_by_name(tmp_path: Path, lists: dict[str, Any]) -> None:
+    named = {
+        "tokenizer.chat_template": "d",
+        "tokenizer.chat_template.tool_use": "t",
+        "tokenizer.chat_template.rag": "r",
+    }
+    tokenizer = load(tmp_path, vocabulary(BYTE_LEVEL) | named | lists)
+    expected = {"default": "d", "tool_use": "t"} | ({"rag": "r"} if lists else {})
+    assert tokenizer.chats.templates == expected
+    with_tools = ChatFields(CHAT.messages, tools=("{}",))
+    assert encode_chat(tokenizer, with_tools) == tokenizer.encode("t", add_special_tokens=False)
+    assert encode_chat(tokenizer, CHAT) == tokenizer.encode("d", add_special_tokens=False)
+    del named[key]
+    assert load(tmp_path, vocabulary(BYTE_LEVEL) | named).chats.templates == {"tool_use": "t"}
+
+
 def test_ids_equal_those_of_the_folder_that_the_file_was_made_of(tmp_path: Path) -> None:
     """Without its regular expression, which has no name in GGUF: word by word."""
     ours = load(tmp_path, vocabulary("demo-gpt-2"))

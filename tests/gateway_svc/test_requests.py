@@ -66,13 +66,8 @@ def thought(request: GatewayRequest) -> dict[str, Any]:
     return json.loads(chat.chat_template_kwargs or "{}")
 
 
-OFF = {
-    "enable_thinking": False,
-    "thinking": False,
-    "reasoning": False,
-    "thinking_mode": "disabled",
-    "thinking_budget": 0,
-}
+_NAMES = ("enable_thinking", "thinking", "reasoning")
+OFF = dict.fromkeys(_NAMES, False) | {"thinking_mode": "disabled", "thinking_budget": 0}
 ON = dict.fromkeys(_NAMES, True) | {"thinking_mode": "enabled"}
 
 

@@ -113,11 +113,8 @@ def test_chat_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lists", [{}, {"tokenizer.chat_templates": ["tool_use", "rag", "gone"]}])
 def test_chat_templates_by_name(tmp_path: Path, lists: dict[str, Any]) -> None:
-    named = {
-        "tokenizer.chat_template": "d",
-        "tokenizer.chat_template.tool_use": "t",
-        "tokenizer.chat_template.rag": "r",
-    }
+    key = "tokenizer.chat_template"
+    named = {key: "d", f"{key}.tool_use": "t", f"{key}.rag": "r"}
     tokenizer = load(tmp_path, vocabulary(BYTE_LEVEL) | named | lists)
     expected = {"default": "d", "tool_use": "t"} | ({"rag": "r"} if lists else {})
     assert tokenizer.chats.templates == expected

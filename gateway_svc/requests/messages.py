@@ -35,6 +35,8 @@ _OF_ROLE = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
+INVALID_JSON = "INVALID_JSON"
+"""The key of arguments that are no JSON, in the input of a call that is answered."""
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 _KEPT = ("all", {"type": "all"})
 """Of the edit of thoughts: it leaves them as they are, which is all that Claude Code asks for."""
@@ -178,7 +180,10 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     caller = block.get("caller")
     if caller is not None and caller != {"type": "direct"}:
         raise bad_request(f"{where}: caller of a tool_use block must be direct: no tools are called here", "messages")
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    # What an answer has in place of arguments that are no JSON is the model's text again.
+    raw = arguments.get(INVALID_JSON) if len(arguments) == 1 else None
+    text = raw if isinstance(raw, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": text}
     return {"id": block.get("id"), "type": "function", "function": function}
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from gateway_svc.requests.messages import messages_prompt
+from gateway_svc.requests.tools import message_tools
 from tests.gateway_svc.tools.test_tool_calls import ANTHROPIC, CHAT, FLAT, MESSAGES, RESPONSES, TOOLS, USER
 from tests.helpers.gateway.gateway import Gateway, gateway
 from tests.helpers.models.chat_templates import HERMES
@@ -68,6 +70,12 @@ async def test_an_answer_that_is_a_call_alone_can_be_sent_back(gateways: Gateway
         answer = await gateways.post(path, body)
         usage = answer["usage"]
         assert usage.get("prompt_tokens", usage.get("input_tokens")) > 100
+
+
+def test_arguments_of_an_answer_that_are_no_json_are_the_models_text_again() -> None:
+    (_, _, _, _, _, (_, body)) = bodies('{"city": "Os')
+    prompt = messages_prompt(body, message_tools(body))
+    assert prompt.messages[1].tool_calls[0].arguments == '{"city": "Os'
 
 
 @pytest.mark.parametrize("gateways", [STRICT], indirect=True, ids=["strict"])

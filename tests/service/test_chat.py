@@ -208,7 +208,9 @@ def test_chat_goes_on_after_a_refusal_and_keeps_what_was_said(town, tokenizer, c
     render = ChatRenderer.render
 
     async def noting(self, chat):
-        rendered_chats.append([(message.role, message.content) for message in chat.messages])
+        seen = [(message.role, message.content) for message in chat.messages]
+        if seen not in rendered_chats:  # it is counted before it is sent, once there are old turns
+            rendered_chats.append(seen)
         return await render(self, chat)
 
     monkeypatch.setattr(ChatRenderer, "render", noting)

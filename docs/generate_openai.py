@@ -119,7 +119,8 @@ All that one step of the scheduler brings for a client is one write to its socke
 Tools go into the prompt by the model's own template; what the model writes is split into thought, content and calls,
 streamed and not, on `/v1/chat/completions`, `/v1/responses` and `/v1/messages` alike. The gateway sees in the chat
 template and among the tokenizer's added tokens how the model writes them, logs it once, and can be told by an option.
-Where it sees no format, requests with tools are refused.
+Where it sees no format, requests with tools are refused, and so they are where the template shows the model no tools or
+no calls, whatever the option says ([chats](chats.md#forms)).
 
 | `--tool-call-parser` | a call |
 |---|---|
@@ -161,6 +162,11 @@ Where it sees no format, requests with tools are refused.
 - **An answer that is continued** (`continue_final_message`, or a last message of the assistant on `/v1/messages`) is
   read from where that message ends: within its thought if it has `<think>` without `</think>`, else behind it.
 - **`is_error`** of a `tool_result` stands before its text, as `Error: `: templates have no field for it.
+- **History** is sent back as it was answered: a call alone, with content null, `""` or none, and arguments that are cut
+  or no JSON. `instructions`, `system` and developer's messages become one system message ([chats](chats.md#forms)).
+- **Whether to think**: `reasoning_effort` (none, low to max), `reasoning.effort`, `output_config.effort` and `thinking`
+  set `enable_thinking`, `thinking`, `reasoning`, `thinking_mode` and `thinking_budget` of the template, whichever it
+  reads; `chat_template_kwargs` count before them.
 - **The thought** is `reasoning` and `reasoning_content` of a chat's message (`include_reasoning=false` leaves it out),
   a `reasoning` item, or a `thinking` block where `thinking` is enabled. Its tokens are counted in `usage`.
 

@@ -53,7 +53,7 @@ from scheduler_svc.plan_loop.clock import SystemClock
 from scheduler_svc.plan_loop.ports import ExecutorFencedError, ExecutorLostError, ExecutorPort, ModelDescription
 from scheduler_svc.recording.recording import recorded_core
 from scheduler_svc.requests.builder import RequestBuilder
-from scheduler_svc.requests.chats.template import ChatTemplateOptionError
+from scheduler_svc.requests.chats.option import ChatTemplateOptionError
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError
 from scheduler_svc.tenants.errors import TenantsFileError
 from scheduler_svc.tenants.quotas import Quotas

@@ -56,6 +56,12 @@ class SchedulerConfig(ServiceSettings):
         description="Jinja template of chats in place of the tokenizer's: a file, or the template itself.",
         json_schema_extra=about("Model"),
     )
+    chat_template_content_format: Literal["auto", "string", "parts"] = Field(
+        "auto",
+        description="How messages give their content to chat templates: as a string, or as a list of parts; auto: for "
+        "each role as the template shows it, found as it is loaded.",
+        json_schema_extra=about("Model"),
+    )
     trust_request_chat_template: bool = Field(
         False,
         description="Let requests bring chat templates of their own: they are rendered in a sandbox, by a process with "

@@ -21,6 +21,7 @@ from cadenza_common.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 _T = TypeVar("_T")
 
 _PREFIX = "tokenizer.ggml"
+_TEMPLATE = "tokenizer.chat_template"
 _NO_MODEL = ("none", "no_vocab")
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Types of tokens that are not like others; 1 is a normal one, 5 an unused one."""
@@ -251,9 +252,18 @@ def _finished(raw: Any, vocabulary: _Vocabulary, special: dict[str, int | None],
         if name not in own:
             # For templates. The constructor would cut each text at a normal token, as no file of its type wants it.
             setattr(inner, name, tokens[token_id])
-    if "tokenizer.chat_template" in metadata:
-        inner.chat_template = metadata.text("tokenizer.chat_template")
+    inner.chat_template = _chat_templates(metadata)
     return inner
+
+
+def _chat_templates(metadata: GgufMetadata) -> str | dict[str, str] | None:
+    """Return the file's template, or those by name, which tokenizer.chat_templates lists, as transformers has them."""
+    names = metadata.texts(f"{_TEMPLATE}s") if f"{_TEMPLATE}s" in metadata else ["tool_use"]
+    templates = {name: metadata.text(f"{_TEMPLATE}.{name}") for name in names if f"{_TEMPLATE}.{name}" in metadata}
+    if _TEMPLATE not in metadata:
+        return templates or None
+    default = metadata.text(_TEMPLATE)
+    return {**templates, "default": default} if templates else default
 
 
 def _add_tokens(raw: Any, vocabulary: _Vocabulary) -> None:

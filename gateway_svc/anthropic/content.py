@@ -10,6 +10,7 @@ from typing import Any
 from gateway_svc.openai.chat_message import call_id
 from gateway_svc.parsing.formats import Formats
 from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Part, Thought
+from gateway_svc.requests.messages import INVALID_JSON
 
 Event = dict[str, Any]
 
@@ -89,7 +90,7 @@ def _object(arguments: str) -> Any:
     try:
         return json.loads(arguments or "{}", strict=False, parse_constant=_no_json)  # models write raw line breaks
     except (ValueError, RecursionError):
-        return {"INVALID_JSON": arguments}
+        return {INVALID_JSON: arguments}
 
 
 def _no_json(constant: str) -> None:

@@ -138,7 +138,9 @@ CHAT = by_name(
         honoured("documents", "a list", "objects, for templates that know them"),
         honoured("chat_template", "a string", _TRUSTED, "honoured if trusted at start"),
         honoured("chat_template_kwargs", "an object", "arguments of the template, such as enable_thinking"),
-        honoured("reasoning_effort", "a string", "an argument of the template; none: also enable_thinking=false"),
+        honoured(
+            "reasoning_effort", "a string", "an argument of the template; none and low to max say whether it thinks too"
+        ),
         honoured("include_reasoning", "a boolean", "false: the thought is left out of the answer"),
         refused("verbosity", "the model has no such setting", "ignored"),
         refused("modalities", _NO_MEDIA, "ignored", (["text"],)),
@@ -192,7 +194,7 @@ RESPONSES = by_name(
         honoured("parallel_tool_calls", "a boolean", "false: one call at most"),
         refused("max_tool_calls", "no tools are called here", "honoured"),
         honoured("text", "an object", "format: text, json_object, json_schema; no verbosity"),
-        honoured("reasoning", "an object", "effort, an argument of the template; thoughts are items, without summary"),
+        honoured("reasoning", "an object", "effort, as reasoning_effort of chats; thoughts are items, without summary"),
         refused("truncation", "a prompt that is too long is refused", "honoured", ("disabled",)),
         honoured("priority", "an integer", "smaller goes first under --order priority"),
         honoured("request_id", "a string", "in the id of the answer"),
@@ -245,7 +247,8 @@ MESSAGES = by_name(
         honoured(
             "thinking",
             "an object",
-            "enabled or adaptive: thinking blocks, and enable_thinking for the template; budget_tokens is no limit",
+            "enabled or adaptive: thinking blocks; for the template enable_thinking, thinking, reasoning, "
+            "thinking_mode, and thinking_budget with budget_tokens, which is no limit of its own",
         ),
         refused("container", "there are none", "ignored"),
         refused("mcp_servers", "no tools are called here", "ignored", ([],)),

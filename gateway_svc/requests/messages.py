@@ -13,7 +13,7 @@ from gateway_svc.fields.field import check_keys, read_fields, shown
 from gateway_svc.fields.sampling import require, sampling_params, unset_sampling
 from gateway_svc.fields.tables import COUNT_TOKENS, MESSAGES
 from gateway_svc.http.errors import ApiError, bad_request
-from gateway_svc.requests.prompts import chat_prompt, template_arguments
+from gateway_svc.requests.prompts import chat_prompt, template_arguments, thinking_arguments
 from gateway_svc.requests.request import GatewayRequest, PromptQuery
 from gateway_svc.requests.tools import ToolUse, message_tools
 
@@ -35,6 +35,8 @@ _OF_ROLE = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
+INVALID_JSON = "INVALID_JSON"
+"""The key of arguments that are no JSON, in the input of a call that is answered."""
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 _KEPT = ("all", {"type": "all"})
 """Of the edit of thoughts: it leaves them as they are, which is all that Claude Code asks for."""
@@ -90,7 +92,8 @@ def messages_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
     effort = _effort(values.get("output_config", {}))
     given = dict(values.get("chat_template_kwargs", {}))
     if thinks is not None:
-        given.setdefault("enable_thinking", thinks)
+        of_thought = values["thinking"]
+        given = thinking_arguments(thinks, of_thought["type"], of_thought.get("budget_tokens")) | given
     arguments = template_arguments(given, effort)
     try:
         return chat_prompt(
@@ -109,6 +112,9 @@ def thinking(values: Mapping[str, Any]) -> bool | None:
     if not isinstance(kind, str) or kind not in _THINKING:
         raise bad_request(f"thinking.type must be enabled, adaptive or disabled, not {shown(kind)}", "thinking")
     check_keys("thinking", given, ("type", "budget_tokens", "display"), "thinking")
+    budget = given.get("budget_tokens")
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+        raise bad_request(f"thinking.budget_tokens must be an integer of 0 or more, not {shown(budget)}", "thinking")
     return _THINKING[kind]
 
 
@@ -174,7 +180,10 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     caller = block.get("caller")
     if caller is not None and caller != {"type": "direct"}:
         raise bad_request(f"{where}: caller of a tool_use block must be direct: no tools are called here", "messages")
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    # What an answer has in place of arguments that are no JSON is the model's text again.
+    raw = arguments.get(INVALID_JSON) if len(arguments) == 1 else None
+    text = raw if isinstance(raw, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": text}
     return {"id": block.get("id"), "type": "function", "function": function}
 
 

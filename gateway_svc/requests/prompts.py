@@ -18,6 +18,8 @@ _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "
 _WITHOUT_EFFECT = ("refusal", "annotations", "provider_specific_fields", "thinking_blocks", "cache_control")
 """What clients write beside them: notes of an answer that they send back, as LiteLLM does, and marks for caches."""
 _REFUSED = {"function_call": "it is an old name of tool_calls", "audio": "the model reads text alone"}
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+"""Those with which a model thinks that need not."""
 _ROLES = {"developer": "system"}
 """Roles that stand for another one: templates know system."""
 
@@ -73,12 +75,22 @@ def rendered_prompt(messages: Sequence[Any], values: Mapping[str, Any], use: Too
 
 
 def template_arguments(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Arguments of the template: those given, and reasoning_effort as vLLM passes it."""
-    arguments = dict(given)
-    if effort is not None:
-        arguments.setdefault("reasoning_effort", effort)
-        if effort == "none":
-            arguments.setdefault("enable_thinking", False)
+    """Arguments of the template: those given, reasoning_effort as vLLM passes it, and whether the model thinks."""
+    if effort is None:
+        return dict(given)
+    thinks = thinking_arguments(effort != "none") if effort == "none" or effort in _EFFORTS else {}
+    return {"reasoning_effort": effort, **thinks, **given}
+
+
+def thinking_arguments(thinks: bool, mode: str = "", budget: int | None = None) -> dict[str, Any]:
+    """Arguments of the template that let the model think or not, by all names that templates read.
+
+    mode: Anthropic's word; empty: that of a bool. budget: of tokens; None: no limit.
+    """
+    arguments: dict[str, Any] = dict.fromkeys(("enable_thinking", "thinking", "reasoning"), thinks)
+    arguments["thinking_mode"] = mode or ("enabled" if thinks else "disabled")
+    if budget is not None or not thinks:
+        arguments["thinking_budget"] = budget if thinks else 0
     return arguments
 
 

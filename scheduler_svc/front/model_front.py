@@ -20,8 +20,8 @@ from scheduler_svc.front.front import Front
 from scheduler_svc.plan_loop.model_change import ModelChange, ModelRefusedError
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
+from scheduler_svc.requests.chats.option import read_template
 from scheduler_svc.requests.chats.renderer import ChatSettings
-from scheduler_svc.requests.chats.template import read_template
 from scheduler_svc.requests.field_rules import PATH
 from scheduler_svc.requests.grammar_door import GrammarDoor
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer, preload
@@ -40,7 +40,7 @@ class ModelFront:
         self._front = front
         self._config = config
         template = "" if config.chat_template is None else read_template(config.chat_template)
-        self._chats = ChatSettings(template, config.trust_request_chat_template)
+        self._chats = ChatSettings(template, config.trust_request_chat_template, config.chat_template_content_format)
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = 0
         """Maximum tokens of a new request; 0 before `open`."""

@@ -136,7 +136,7 @@ class Restorer:
             request = await self._builder.build_off_loop(fields, now=now, time_left_s=None)
         except WaitingQueueFullError:
             # The earlier process has compiled its grammar, which this one had no time for.
-            request = self._builder.build(fields, now=now, time_left_s=None)
+            request = await self._builder.build_off_loop(fields, now=now, time_left_s=None, compiles=False)
         request = self._engine.adapters.restored(self._as_admitted(request, stored))
         live = self._live(request, stored)
         self._add(live)

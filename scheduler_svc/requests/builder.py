@@ -117,15 +117,10 @@ class RequestBuilder:
         if fields.sampling.grammar is not None:
             return False
         num_ids = sum(len(part.token_ids or ()) for part in fields.prompt) + len(fields.sampling.allowed_token_ids)
-        return num_ids <= SLICE_ITEMS and self._is_short_text(fields) and not self._has_long_chat(fields.prompt)
+        return num_ids <= SLICE_ITEMS and self._is_short_text(fields) and not _has_chat(fields.prompt)
 
     def _is_short_text(self, fields: RequestFields) -> bool:
         return self.tokenizer is None or self.tokenizer.is_short(self._num_chars(fields))
-
-    def _has_long_chat(self, prompt: Sequence[PromptFields]) -> bool:
-        """Return whether there is a chat that is rendered in another process."""
-        chats = None if self.tokenizer is None else self.tokenizer.chats
-        return chats is not None and any(part.chat is not None and not chats.is_short(part.chat) for part in prompt)
 
     async def _rendered(self, prompt: Sequence[PromptFields]) -> tuple[PromptFields, ...]:
         """Return the parts of a checked prompt, with chats as texts; raises RequestRejectedError."""
@@ -135,25 +130,28 @@ class RequestBuilder:
                 parts.append(part)
                 continue
             try:
-                parts.append(PromptFields(rendered=await self.tokenizer.chats.render_off_loop(part.chat)))
+                parts.append(PromptFields(rendered=await self.tokenizer.chats.render(part.chat)))
             except ChatError as exc:
                 raise rejected(exc, f"prompt[{index}].chat") from exc
         return tuple(parts)
 
-    async def build_off_loop(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
+    async def build_off_loop(
+        self, fields: RequestFields, *, now: float, time_left_s: float | None, compiles: bool = True
+    ) -> EngineRequest:
         """Build the engine's request: a long text is tokenized in a thread, and long lists of ids in slices.
 
-        A grammar is compiled in another process; a request whose time is over meanwhile has a deadline that has passed.
+        A chat is rendered in another process, and a grammar compiled, if `compiles`; a request whose time is over
+        meanwhile has a deadline that has passed.
 
         Raises RequestRejectedError, PreconditionError, QueueFullError.
         """
         in_time = True
-        long_chats = self._has_long_chat(fields.prompt)
-        if fields.sampling.grammar is not None or long_chats:
+        has_chat = _has_chat(fields.prompt)
+        if fields.sampling.grammar is not None or has_chat:
             await run_in_slices(self._check(fields))
-        if fields.sampling.grammar is not None:
+        if fields.sampling.grammar is not None and compiles:
             in_time = await self._check_grammar(fields.sampling.grammar, fields.tenant, fields.timeout_s)
-        if long_chats:
+        if has_chat:
             fields = replace(fields, prompt=await self._rendered(fields.prompt))
         work = functools.partial(self._build, fields, now=now, time_left_s=time_left_s)
         if self.tokenizer is None or self._is_short_text(fields):
@@ -174,7 +172,7 @@ class RequestBuilder:
         return True
 
     def build(self, fields: RequestFields, *, now: float, time_left_s: float | None) -> EngineRequest:
-        """Build the engine's request, without compiling its grammar.
+        """Build the engine's request of a prompt without a chat, without compiling its grammar.
 
         now: seconds on the engine's clock; time_left_s: until the call's own deadline.
 
@@ -248,7 +246,7 @@ class RequestBuilder:
         Raises RequestRejectedError, PreconditionError.
         """
         await run_in_slices(self.check_prompt_in_slices(prompt))
-        if self._has_long_chat(prompt):
+        if _has_chat(prompt):
             prompt = await self._rendered(prompt)
         work = functools.partial(self.tokenize, prompt, add_special_tokens=add_special_tokens)
         if self.tokenizer is None:
@@ -256,20 +254,17 @@ class RequestBuilder:
         return await self.tokenizer.run(work, sum(map(_num_chars, prompt)))
 
     def _encode(self, part: PromptFields, path: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text or a chat; raises RequestRejectedError."""
+        """Return the token ids of a text or a rendered chat; raises RequestRejectedError."""
         assert self.tokenizer is not None, "checked before"
+        assert part.chat is None, "rendered before"
         path += ".text" if part.text is not None else ".chat"
         try:
-            if part.chat is not None:
-                token_ids = self.tokenizer.encode_chat(part.chat)
-            elif part.rendered is not None:
+            if part.rendered is not None:
                 token_ids = self.tokenizer.encode(part.rendered, add_special_tokens=False)
             else:
                 token_ids = self.tokenizer.encode(part.text or "", add_special_tokens=add_special_tokens)
         except TooManyTokensError as exc:
             raise RequestRejectedError(path, str(exc)) from exc
-        except ChatError as exc:
-            raise rejected(exc, path) from exc
         return self._check_known_ids(token_ids, path)
 
     def _check_known_ids(self, token_ids: list[int], path: str) -> list[int]:
@@ -365,6 +360,11 @@ def _check_output_mode(fields: RequestFields) -> None:
 def _check_grace(grace_s: float | None) -> None:
     if grace_s is not None and not 0 <= finite("resume_grace_s", grace_s) <= MAX_GRACE_S:
         raise RequestRejectedError("resume_grace_s", f"must be 0 to {MAX_GRACE_S} seconds, not {grace_s}")
+
+
+def _has_chat(prompt: Sequence[PromptFields]) -> bool:
+    """Return whether a prompt has a chat, which is rendered in another process."""
+    return any(part.chat is not None for part in prompt)
 
 
 def _num_chars(part: PromptFields) -> int:

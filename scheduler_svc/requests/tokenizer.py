@@ -18,7 +18,6 @@ from cadenza_common.brief import one_line
 from cadenza_common.gguf.file import find_gguf
 from cadenza_common.gguf.metadata import GgufError
 from cadenza_common.gguf.tokenizer import load_gguf_tokenizer
-from scheduler_svc.requests.chats.fields import ChatFields
 from scheduler_svc.requests.chats.renderer import ChatRenderer, ChatSettings, templates_of
 from scheduler_svc.requests.token_bytes import bytes_of_token, is_byte_token
 from scheduler_svc.requests.tokenizer_files import problem_of
@@ -62,6 +61,13 @@ def load_tokenizer(source: str, *, required: bool = False, chats: ChatSettings =
 
     Returns None if `source` is empty, or holds no tokenizer, unless `required`. Raises TokenizerError.
     """
+    tokenizer = _load(source, required=required, chats=chats)
+    if tokenizer is not None:
+        tokenizer.chats.prepare()
+    return tokenizer
+
+
+def _load(source: str, *, required: bool, chats: ChatSettings) -> Tokenizer | None:
     if not source:
         return None
     folder = Path(source)
@@ -147,7 +153,12 @@ class Tokenizer:
         """The largest token id plus one."""
         self.special_ids = _special_ids(inner)
         templates = templates_of(chats.template or getattr(inner, "chat_template", None))
-        self.chats = ChatRenderer(templates, _special_tokens(inner), trusts_requests=chats.trusts_requests)
+        self.chats = ChatRenderer(
+            templates,
+            _special_tokens(inner),
+            trusts_requests=chats.trusts_requests,
+            content_format=chats.content_format,
+        )
         """Renders chats."""
         self.added_tokens = _added_tokens(inner)
         """In order of their ids, at most MAX_ADDED_TOKENS."""
@@ -188,10 +199,6 @@ class Tokenizer:
         _check_count(len(encoding))
         ids: list[int] = encoding.ids
         return ids
-
-    def encode_chat(self, chat: ChatFields) -> list[int]:
-        """Return the token ids of a short chat, whose template writes special tokens such as BOS; raises ChatError."""
-        return self.encode(self.chats.render(chat), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; invalid UTF-8 becomes U+FFFD, ids without a token are skipped."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -47,7 +49,7 @@ MESSAGE = SHARED | {
     "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA, "strict": True}],
     "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
     "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"},
-    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "thinking": {"type": "enabled"},
 }
 
 
@@ -55,6 +57,51 @@ def common(request: GatewayRequest) -> dict[str, object]:
     """What all APIs have, but for what differs by its name."""
     names = {each.name for each in fields(GatewayRequest)} - {"id", "constrained_by"}
     return {name: getattr(request, name) for name in names}
+
+
+def thought(request: GatewayRequest) -> dict[str, Any]:
+    """What the template is told of thoughts."""
+    chat = request.prompts[0].chat
+    assert chat is not None
+    return json.loads(chat.chat_template_kwargs or "{}")
+
+
+_NAMES = ("enable_thinking", "thinking", "reasoning")
+OFF = dict.fromkeys(_NAMES, False) | {"thinking_mode": "disabled", "thinking_budget": 0}
+ON = dict.fromkeys(_NAMES, True) | {"thinking_mode": "enabled"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "disabled"}, OFF),
+        ({"type": "enabled", "budget_tokens": 2048}, ON | {"thinking_budget": 2048}),
+        ({"type": "adaptive"}, ON | {"thinking_mode": "adaptive"}),
+        (None, {}),
+    ],
+)
+def test_whether_to_think_by_every_name_that_templates_read(given: object, expected: dict[str, Any]) -> None:
+    body = {"messages": TURNS[1:], "max_tokens": 9} | ({} if given is None else {"thinking": given})
+    assert thought(read_messages(body)) == expected
+    body["chat_template_kwargs"] = {"thinking": "own"}
+    assert thought(read_messages(body)) == expected | {"thinking": "own"}, "what is given counts"
+
+
+@pytest.mark.parametrize(("effort", "expected"), [("none", OFF), ("high", ON), ("minimal", {})])
+def test_an_effort_says_whether_to_think(effort: str, expected: dict[str, Any]) -> None:
+    expected = {"reasoning_effort": effort} | expected
+    assert thought(read_chat({"messages": TURNS, "reasoning_effort": effort})) == expected
+    assert thought(read_response({"input": "Hi", "reasoning": {"effort": effort}})) == expected
+    body = {"messages": TURNS[1:], "max_tokens": 9, "output_config": {"effort": effort}}
+    assert thought(read_messages(body)) == expected
+
+
+@pytest.mark.parametrize("budget", [-1, "many", True, 1.5])
+def test_a_budget_that_is_none(budget: object) -> None:
+    body = {"messages": TURNS[1:], "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": budget}}
+    with pytest.raises(ApiError, match=r"thinking.budget_tokens must be an integer of 0 or more") as caught:
+        read_messages(body)
+    assert caught.value.param == "thinking"
 
 
 def test_one_request_in_the_words_of_three_apis():
@@ -74,7 +121,7 @@ def test_a_completion_is_the_same_value_with_more_prompts():
 
 
 def test_a_prompt_is_counted_as_it_would_be_run():
-    asked = {name: CHAT[name] for name in ("model", "messages", "tools", "chat_template_kwargs")}
+    asked = {name: CHAT[name] for name in ("model", "messages", "tools")} | {"chat_template_kwargs": ON}
     (run,) = read_chat(asked).prompts
     assert read_tokenize(asked).prompt == run
     counted = {name: MESSAGE[name] for name in ("model", "system", "messages", "tools", "thinking")}

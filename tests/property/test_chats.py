@@ -62,7 +62,8 @@ def test_what_is_said_is_what_the_template_sees(chat: list[dict[str, Any]], give
         assert seen == {
             "bos_token": "<s>",
             **given_options.get("chat_template_kwargs", {}),
-            "messages": chat,
+            # Templates read a content of each message but of calls.
+            "messages": [each if "tool_calls" in each else {"content": ""} | each for each in chat],
             "tools": given_options.get("tools") or None,
             "documents": given_options.get("documents") or None,
             "add_generation_prompt": given_options.get("add_generation_prompt", True),

@@ -12,6 +12,7 @@ from cadenza import AsyncClient, Client, SamplingParams
 from cadenza.calls.loop_thread import LoopThread
 from cadenza.errors import InvalidRequestError
 from cadenza_cli.app import run
+from scheduler_svc.requests.chats.renderer import ChatRenderer
 from tests.helpers.models.toy_tokenizers import TEMPLATE, hf_byte_level
 from tests.helpers.scheduler.scheduler_world import world
 
@@ -204,13 +205,15 @@ def test_generate_prints_every_character(town, tokenizer, name, capsys):
 def test_chat_goes_on_after_a_refusal_and_keeps_what_was_said(town, tokenizer, capsys, monkeypatch):
     say(town, tokenizer, TEXTS["mixed"], seed=43)
     rendered_chats = []
-    encode_chat = type(town.service._model.tokenizer).encode_chat
+    render = ChatRenderer.render
 
-    def noting(self, chat):
-        rendered_chats.append([(message.role, message.content) for message in chat.messages])
-        return encode_chat(self, chat)
+    async def noting(self, chat):
+        seen = [(message.role, message.content) for message in chat.messages]
+        if seen not in rendered_chats:  # it is counted before it is sent, once there are old turns
+            rendered_chats.append(seen)
+        return await render(self, chat)
 
-    monkeypatch.setattr(type(town.service._model.tokenizer), "encode_chat", noting)
+    monkeypatch.setattr(ChatRenderer, "render", noting)
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nno\n再来\n"))
     assert run(["chat", "--target", town.target, "--seed", "43", "--system", SYSTEM["content"]]) == 0
     captured = capsys.readouterr()

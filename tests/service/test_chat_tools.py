@@ -114,7 +114,7 @@ async def own_world(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[World]:
     """A scheduler whose requests' templates have half a second, and with a template of its own."""
-    monkeypatch.setattr(renderer, "REQUEST_RENDER_S", 0.5)
+    monkeypatch.setattr(renderer, "RENDER_S", 0.5)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "own.jinja").write_text("own: {{ messages[-1].content }}")
     options = {"chat_template": str(tmp_path / "own.jinja"), "trust_request_chat_template": True}

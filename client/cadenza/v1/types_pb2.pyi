@@ -816,7 +816,9 @@ class ChatMessage(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """The role: system, user, assistant, tool, or another one that the template knows; 1 to 64 characters."""
+    """The role: system or developer, which are one, user, assistant, tool, or another one that the template knows; 1 to 64
+    characters.
+    """
     content: _builtins.str
     """The text of the message; required unless tool_calls or reasoning_content are given, but may be empty."""
     tool_call_id: _builtins.str
@@ -856,8 +858,8 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):
-    """ToolCall is one call of a function by the assistant. The template sees it as OpenAI writes it, but with the arguments
-    as an object.
+    """ToolCall is one call of a function by the assistant. The template sees it as OpenAI writes it, with the arguments as an
+    object or as text, as it shows them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -870,7 +872,9 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """The function's name; 1 to 256 characters."""
     arguments: _builtins.str
-    """Its arguments, a JSON object nested at most 64 deep; at most 262,144 characters; empty: {}."""
+    """Its arguments, a JSON object nested at most 64 deep, or the text that a model wrote in place of one; at most 262,144
+    characters; empty: {}.
+    """
     def __init__(
         self,
         *,

@@ -46,7 +46,7 @@ def _write(answers: BinaryIO, content: bytes) -> None:
 def answer(job: ChatJob) -> bytes:
     """Return the text of a chat, or what is wrong with it."""
     try:
-        return rendered(render(_compiled(job.template, job.field), job.chat, job.special_tokens))
+        return rendered(render(_compiled(job.template, job.field), job.chat, job.special_tokens, job.form))
     except ChatError as error:
         return failed(error)
 

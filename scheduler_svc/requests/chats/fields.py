@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 MAX_PROMPT_CHARS = 1024 * 1024
 """Limit of all texts of a prompt together, and of a rendered chat."""
 _FIELD_CHARS = 32
 """What a message or a call takes beside its texts, in characters that take as long to render."""
 _MAX_QUOTED_CHARS = 500
+NOT_COMPILED = "the chat template does not compile"
+"""So begins the error of what is no template."""
 _RENDERED, _FAILED = "t", "e"
 
 
@@ -25,6 +27,10 @@ class ChatError(Exception):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+class ChatBoundsError(ChatError):
+    """A template takes too much time or memory."""
 
 
 def quoted(exc: Exception) -> str:
@@ -89,6 +95,32 @@ class ChatFields:
         return sum(each.num_chars for each in self.messages) + objects + len(self.template_kwargs)
 
 
+CallContent = Literal["given", "absent", "empty", "null"]
+"""How the content stands that a message with calls does not have. given: as it came, "" or absent."""
+RawArguments = Literal["text", "object", "none"]
+"""How arguments stand that are no JSON object, where others are objects. object: {"arguments": text}; none: not."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateForm:
+    """The forms in which a template shows a chat, as `probe` finds them; the default is what transformers passes."""
+
+    parts: frozenset[str] = frozenset()
+    """Roles whose content is a list of parts; that of all others is a text."""
+    call_content: CallContent = "given"
+    text_arguments: bool = False
+    """Whether arguments of calls are JSON text, and not objects."""
+    raw_arguments: RawArguments = "text"
+    shows_system: bool = True
+    """Whether a first system message is shown; else its text begins the first turn of the user."""
+    no_tools: str = ""
+    """Why tools are refused; empty: they are not."""
+    no_calls: str = ""
+    """Why calls in messages are refused, and tools with them."""
+    unusable: str = ""
+    """Why all chats are refused."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatJob:
     """A chat and the template to render it with."""
@@ -98,6 +130,7 @@ class ChatJob:
     """The field that has the template; empty: it is the model's."""
     chat: ChatFields
     special_tokens: Mapping[str, Any]
+    form: TemplateForm = TemplateForm()
 
 
 def rendered(text: str) -> bytes:

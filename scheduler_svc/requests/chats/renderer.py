@@ -1,24 +1,31 @@
-"""Checks chats and renders them: short ones with the model's template here, all others in child processes."""
+"""Checks chats and renders them in child processes, each template in the form that it shows."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
-from scheduler_svc.requests.chats.door import RenderDoor
-from scheduler_svc.requests.chats.fields import ChatError, ChatFields, ChatJob, MessageFields
-from scheduler_svc.requests.chats.template import compile_template, render
+from scheduler_svc.requests.chats.door import RenderDoor, finished
+from scheduler_svc.requests.chats.fields import (
+    NOT_COMPILED,
+    ChatError,
+    ChatFields,
+    ChatJob,
+    MessageFields,
+    TemplateForm,
+)
+from scheduler_svc.requests.chats.forms import ContentFormat, probe
 
-INLINE_CHARS = 4096
-"""A chat up to this length is rendered on the event loop, in well under 1 ms."""
-RENDER_S = 10.0
-"""Longest time for a chat with the model's template."""
-REQUEST_RENDER_S = 2.0
-"""The same with a request's own."""
+_LOG = logging.getLogger(__name__)
+SHORT_CHARS = 4096
+"""A chat up to this length is rendered in well under 1 ms, and does not wait for longer ones."""
+RENDER_S = 2.0
+"""Longest time for a chat."""
+_NUM_FORMS = 64
+"""Of templates of requests, which are kept."""
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _NO_TEMPLATE = "the tokenizer has no chat template: send text or token ids"
 _UNTRUSTED = (
@@ -35,22 +42,33 @@ class ChatSettings:
     """In place of the tokenizer's; empty: the tokenizer's."""
     trusts_requests: bool = False
     """Whether a request may bring its own template."""
+    content_format: ContentFormat = "auto"
 
 
 class ChatRenderer:
     """Renders chats for one tokenizer; for use on one event loop."""
 
     def __init__(
-        self, templates: Mapping[str, str], special_tokens: Mapping[str, Any], *, trusts_requests: bool = False
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, Any],
+        *,
+        trusts_requests: bool = False,
+        content_format: ContentFormat = "auto",
     ) -> None:
         """templates: the model's by name, of which "default" and "tool_use" are chosen without being named."""
         self.templates = templates
         self.trusts_requests = trusts_requests
+        self._content_format: ContentFormat = content_format
         self._special_tokens = special_tokens
-        self._compiled: dict[str, jinja2.Template] = {}
-        # Two, so that chats with the model's template do not wait for a request's.
-        self._of_model = RenderDoor(RENDER_S)
-        self._of_requests = RenderDoor(REQUEST_RENDER_S)
+        self._forms: dict[str, TemplateForm] = {}
+        """Of the model's templates."""
+        self._forms_of_requests: dict[str, TemplateForm] = {}
+        """The last used last."""
+        # Three, so that nobody waits for another one's long chat, or template.
+        self._of_short = RenderDoor(RENDER_S)
+        self._of_long = RenderDoor(RENDER_S)
+        self._of_requests = RenderDoor(RENDER_S)
 
     @property
     def shown_template(self) -> str:
@@ -61,39 +79,71 @@ class ChatRenderer:
         """Whether a chat has a template of its own, and not the name of one of the model's."""
         return bool(chat.template) and chat.template not in self.templates
 
-    def is_short(self, chat: ChatFields) -> bool:
-        """Whether a chat can be rendered here."""
-        return chat.num_chars <= INLINE_CHARS and not self.brings_template(chat)
+    def prepare(self) -> None:
+        """Find the forms of the model's templates, which the first chats would wait for; blocks for some 0.2 s."""
+        finished(self._prepare())
 
-    def render(self, chat: ChatFields) -> str:
-        """Return a short chat as text; raises ChatError."""
-        assert not self.brings_template(chat), "rendered in another process"
-        source = self._source(chat)
-        compiled = self._compiled.get(source)
-        if compiled is None:
-            compiled = self._compiled[source] = compile_template(source)
-        return render(compiled, chat, self._special_tokens)
+    async def _prepare(self) -> None:
+        for name, source in self.templates.items():
+            _log_form(name, await self._form(source, ""))
 
-    async def render_off_loop(self, chat: ChatFields) -> str:
-        """Return any chat as text; raises ChatError."""
-        if self.is_short(chat):
-            return self.render(chat)
+    async def render(self, chat: ChatFields) -> str:
+        """Return a chat as text; raises ChatError."""
         if self.brings_template(chat):
-            return await self._of_requests.render(ChatJob(chat.template, "template", chat, self._special_tokens))
-        return await self._of_model.render(ChatJob(self._source(chat), "", chat, self._special_tokens))
+            source, field, door = chat.template, "template", self._of_requests
+        else:
+            source, field = await self._source(chat), ""
+            door = self._of_short if chat.num_chars <= SHORT_CHARS else self._of_long
+        form = await self._form(source, field)
+        _check_form(chat, form, field)
+        return await door.render(ChatJob(source, field, chat, self._special_tokens, form))
+
+    async def _form(self, source: str, field: str) -> TemplateForm:
+        """Return the form of a template, which is found where it is not known."""
+        forms, door = (self._forms_of_requests, self._of_requests) if field else (self._forms, self._of_short)
+        form = forms.pop(source, None)
+        if form is None:
+            form = await self._probed(source, field, door)
+        if form.unusable and not form.unusable.startswith(NOT_COMPILED):
+            return form  # it took too long, as it may have on a busy machine
+        forms[source] = form
+        if field and len(forms) > _NUM_FORMS:
+            del forms[next(iter(forms))]
+        return form
+
+    async def _probed(self, source: str, field: str, door: RenderDoor) -> TemplateForm:
+        search = probe(source, field, self._special_tokens, self._content_format)
+        answer: str | ChatError | None = None
+        try:
+            while True:
+                job = next(search) if answer is None else search.send(answer)
+                try:
+                    answer = await door.render(job)
+                except ChatError as error:
+                    answer = error
+        except StopIteration as end:
+            form: TemplateForm = end.value
+            return form
 
     def close(self) -> None:
         """End the child processes once the chats that wait are rendered."""
-        self._of_model.close()
+        self._of_short.close()
+        self._of_long.close()
         self._of_requests.close()
 
-    def _source(self, chat: ChatFields) -> str:
-        """Return the model's template for a chat, chosen as transformers does; raises ChatError."""
+    async def _source(self, chat: ChatFields) -> str:
+        """Return the model's template for a chat, chosen as transformers does; raises ChatError.
+
+        But calls without tools have that for tools, where the default one would leave them out.
+        """
         if chat.template in self.templates:
             return self.templates[chat.template]
         if chat.tools and _TOOL_USE in self.templates:
             return self.templates[_TOOL_USE]
         if _DEFAULT in self.templates:
+            has_calls = _TOOL_USE in self.templates and any(each.tool_calls for each in chat.messages)
+            if has_calls and (await self._form(self.templates[_DEFAULT], "")).no_calls:
+                return self.templates[_TOOL_USE]
             return self.templates[_DEFAULT]
         if not self.templates:
             raise ChatError("", _NO_TEMPLATE)
@@ -126,6 +176,34 @@ def check_chat(chat: ChatFields, path: str, renderer: ChatRenderer) -> None:
     if chat.messages[-1].content is None:
         last = f"{path}.messages[{len(chat.messages) - 1}].content"
         raise RequestRejectedError(last, "must be given, since continue_final_message continues it")
+
+
+def _log_form(name: str, form: TemplateForm) -> None:
+    """Say what differs from what transformers passes, and what is refused."""
+    differences = {each: getattr(form, each) for each in TemplateForm.__dataclass_fields__}
+    plain = TemplateForm()
+    shown = ", ".join(
+        f"{each}: {', '.join(sorted(value)) if isinstance(value, frozenset) else value}"
+        for each, value in differences.items()
+        if value != getattr(plain, each)
+    )
+    if form.unusable:
+        _LOG.warning("the chat template %r cannot be used, and chats are refused: %s", name, form.unusable)
+    elif shown:
+        _LOG.info("the chat template %r is given chats in the form that it shows: %s", name, shown)
+
+
+def _check_form(chat: ChatFields, form: TemplateForm, field: str) -> None:
+    """Raise ChatError for what a template does not show in any form."""
+    if form.unusable:
+        raise ChatError(field, form.unusable)
+    if chat.tools and (form.no_tools or form.no_calls):
+        raise ChatError("tools", form.no_tools or form.no_calls)
+    if not form.no_calls:
+        return
+    for index, message in enumerate(chat.messages):
+        if message.tool_calls:
+            raise ChatError(f"messages[{index}].tool_calls", form.no_calls)
 
 
 def rejected(exc: ChatError, path: str) -> RequestRejectedError:

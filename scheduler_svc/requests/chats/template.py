@@ -9,7 +9,7 @@ import datetime
 import functools
 import json
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import jinja2
@@ -20,11 +20,21 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatError, ChatFields, quoted
+from scheduler_svc.requests.chats.fields import (
+    MAX_PROMPT_CHARS,
+    NOT_COMPILED,
+    ChatError,
+    ChatFields,
+    TemplateForm,
+    quoted,
+)
+from scheduler_svc.requests.chats.messages import Placed, arranged, is_system, later_system_texts
 from scheduler_svc.requests.chats.variables import template_variables
 
 _OPEN_END = "CADENZA_OPEN_END "
 """Ends a message that is to be continued; the text is cut there. Without its space a template has trimmed the text."""
+_MARK = "CADENZASYSTEM"
+_FORM = TemplateForm()
 
 
 def compile_template(source: str, field: str = "") -> jinja2.Template:
@@ -32,17 +42,55 @@ def compile_template(source: str, field: str = "") -> jinja2.Template:
     try:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise ChatError(field, f"the chat template does not compile: line {error.lineno}: {quoted(error)}") from None
+        raise ChatError(field, f"{NOT_COMPILED}: line {error.lineno}: {quoted(error)}") from None
+    except MemoryError:
+        raise ChatError(field, f"{NOT_COMPILED}: it takes too much memory") from None
     except Exception as error:  # as of a constant expression that is computed, or of a nesting that Python refuses
-        raise ChatError(field, f"the chat template does not compile: {quoted(error)}") from None
+        raise ChatError(field, f"{NOT_COMPILED}: {quoted(error)}") from None
 
 
-def render(template: jinja2.Template, chat: ChatFields, special_tokens: Mapping[str, Any]) -> str:
-    """Return a chat as text; raises ChatError."""
-    variables = template_variables(chat, special_tokens)
-    content = chat.messages[-1].content or ""
-    if chat.continues:
-        variables["messages"][-1]["content"] = content + _OPEN_END
+def render(
+    template: jinja2.Template, chat: ChatFields, special_tokens: Mapping[str, Any], form: TemplateForm = _FORM
+) -> str:
+    """Return a chat as text, with messages in this form; raises ChatError."""
+    order = arranged(chat.messages, form)
+    later = later_system_texts(chat)
+    if later and not _shows_marks(template, chat, special_tokens, form, folds=False):
+        if not _shows_marks(template, chat, special_tokens, form, folds=True):
+            message = "the chat template shows no system message here, nor its text in a turn of the user"
+            raise ChatError(f"messages[{later[0]}].role", message)
+        order = arranged(chat.messages, form, folds=True)
+    return _render(template, chat, template_variables(chat, special_tokens, form, _open(chat, order)))
+
+
+def _shows_marks(
+    template: jinja2.Template, chat: ChatFields, special_tokens: Mapping[str, Any], form: TemplateForm, *, folds: bool
+) -> bool:
+    """Whether marks in place of the texts of system messages are rendered; raises ChatError if `folds`."""
+    marks = {index: f"{_MARK}{index}E" for index, each in enumerate(chat.messages) if is_system(each) and each.content}
+    marked = [
+        replace(each, content=marks[index]) if index in marks else each for index, each in enumerate(chat.messages)
+    ]
+    open_end = replace(chat, continue_final_message=False, add_generation_prompt=chat.adds_generation_prompt)
+    try:
+        order = arranged(marked, form, folds=folds)
+        text = _render(template, open_end, template_variables(chat, special_tokens, form, order))
+    except ChatError:
+        if folds:
+            raise
+        return False
+    return all(mark in text for mark in marks.values())
+
+
+def _open(chat: ChatFields, order: list[Placed]) -> list[Placed]:
+    """Return the messages, of which the last one ends with a mark if it is to be continued."""
+    if not chat.continues:
+        return order
+    index, last = order[-1]
+    return [*order[:-1], (index, replace(last, content=(last.content or "") + _OPEN_END))]
+
+
+def _render(template: jinja2.Template, chat: ChatFields, variables: Mapping[str, Any]) -> str:
     parts: list[str] = []
     num_chars = 0
     try:
@@ -59,7 +107,7 @@ def render(template: jinja2.Template, chat: ChatFields, special_tokens: Mapping[
         raise ChatError("", f"the chat template refuses this chat: {quoted(error)}") from None
     text = "".join(parts)
     if chat.continues:
-        text = _cut(text, content)
+        text = _cut(text, chat.messages[-1].content or "")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -124,25 +172,3 @@ def _raise_exception(message: object) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
-
-
-class ChatTemplateOptionError(Exception):
-    """--chat-template is no template; the message says why."""
-
-
-def read_template(value: str) -> str:
-    """Return the template that a file holds, or that the value is; raises ChatTemplateOptionError."""
-    try:
-        text = Path(value).expanduser().read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ChatTemplateOptionError(f"the file {value!r} is no text") from None
-    except (OSError, ValueError) as error:
-        if not any(sign in value for sign in ("{{", "{%", "\n")):
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise ChatTemplateOptionError(f"{value!r} is no template, and no file: {reason}") from None
-        text = value
-    try:
-        compile_template(text)
-    except ChatError as error:
-        raise ChatTemplateOptionError(str(error)) from None
-    return text

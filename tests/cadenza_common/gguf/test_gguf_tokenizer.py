@@ -17,6 +17,7 @@ from cadenza_common.gguf.tokenizer import load_gguf_tokenizer
 from scheduler_svc.requests.chats.fields import ChatFields, MessageFields
 from scheduler_svc.requests.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from tests.helpers import real_files
+from tests.helpers.models.chats import encode_chat
 from tests.helpers.models.gguf_vocabularies import DEMO, Pairs, recorded, vocabulary, write_vocabulary
 
 CHAT = ChatFields((MessageFields("user", "Hi"),), add_generation_prompt=False)
@@ -135,7 +136,7 @@ def test_normal_tokens_that_are_named_stay_normal(tmp_path: Path) -> None:
     assert not tokenizer.special_ids & set(ids)
     template = {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
     tokenizer = load(tmp_path, vocabulary("bpe-normal-special") | template)
-    assert tokenizer.encode_chat(CHAT) == tokenizer.encode("CHi")
+    assert encode_chat(tokenizer, CHAT) == tokenizer.encode("CHi")
 
 
 def test_words_without_a_token_have_their_bytes(tmp_path: Path) -> None:
@@ -156,10 +157,24 @@ def test_chat_template(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}{{ eos_token }}{% endfor %}"
     pairs = vocabulary(BYTE_LEVEL)
     tokenizer = load(tmp_path, pairs | {"tokenizer.chat_template": template})
-    ids = tokenizer.encode_chat(CHAT)
+    ids = encode_chat(tokenizer, CHAT)
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|im_start|>Hi</s>"
     assert ids[:2] == [pairs["bos_token_id"], pairs["tokens"].index("<|im_start|>")]
     assert not load(tmp_path, pairs).chats.templates
+
+
+@pytest.mark.parametrize("lists", [{}, {"tokenizer.chat_templates": ["tool_use", "rag", "gone"]}])
+def test_chat_templates_by_name(tmp_path: Path, lists: dict[str, Any]) -> None:
+    key = "tokenizer.chat_template"
+    named = {key: "d", f"{key}.tool_use": "t", f"{key}.rag": "r"}
+    tokenizer = load(tmp_path, vocabulary(BYTE_LEVEL) | named | lists)
+    expected = {"default": "d", "tool_use": "t"} | ({"rag": "r"} if lists else {})
+    assert tokenizer.chats.templates == expected
+    with_tools = ChatFields(CHAT.messages, tools=("{}",))
+    assert encode_chat(tokenizer, with_tools) == tokenizer.encode("t", add_special_tokens=False)
+    assert encode_chat(tokenizer, CHAT) == tokenizer.encode("d", add_special_tokens=False)
+    del named[key]
+    assert load(tmp_path, vocabulary(BYTE_LEVEL) | named).chats.templates == {"tool_use": "t"}
 
 
 def test_ids_equal_those_of_the_folder_that_the_file_was_made_of(tmp_path: Path) -> None:

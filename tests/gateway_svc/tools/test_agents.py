@@ -69,7 +69,8 @@ def test_a_mark_that_changes_leaves_the_prompt_as_it_is():
 
 def test_effort_is_an_argument_of_the_template():
     prompt = messages_prompt(claude_code("0"), ToolUse())
-    assert json.loads(prompt.chat.chat_template_kwargs) == {"reasoning_effort": "high", "enable_thinking": True}
+    arguments = json.loads(prompt.chat.chat_template_kwargs)
+    assert arguments.items() >= {"reasoning_effort": "high", "enable_thinking": True, "thinking": True}.items()
     system, user = prompt.messages
     assert (system.role, user.role) == ("system", "user")
     assert system.content == "You are an agent.Be brief, and use the tools that you are given."

@@ -14,6 +14,7 @@ from scheduler_svc.convert.limits import check_limits
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.requests.builder import RequestBuilder
+from scheduler_svc.requests.chats.door import finished
 from scheduler_svc.requests.chats.renderer import ChatSettings
 from scheduler_svc.requests.tokenizer import Tokenizer
 from tests.helpers.core.core_sampling import core_sampling
@@ -32,7 +33,10 @@ def build(params=None, *, tokenizer=True, model=MODEL, prompt=(TOKENS,), time_le
     message = pb.GenerateRequest(prompt=prompt, sampling_params=params and types_pb2.SamplingParams(**params), **fields)
     check_limits(message)
     builder = RequestBuilder(model, byte_level() if tokenizer else None, max_model_len=model.max_model_len)
-    return builder.build(request_fields(message), now=100.0, time_left_s=time_left_s)
+    built = request_fields(message)
+    if any(part.HasField("chat") for part in prompt):
+        return finished(builder.build_off_loop(built, now=100.0, time_left_s=time_left_s))
+    return builder.build(built, now=100.0, time_left_s=time_left_s)
 
 
 def refused(*args, **fields):
@@ -205,17 +209,18 @@ def test_paths_of_what_a_chat_cannot_have():
     at = "prompt[0].chat"
     assert refused(prompt=[turns(user, {"role": "assistant"})]) == f"{at}.messages[1].content"
     assert refused(prompt=[turns({"content": "x"})]) == f"{at}.messages[0].role"
-    assert refused(prompt=[turns(user, calling)]) == f"{at}.messages[1].tool_calls[1].arguments"
+    assert refused(prompt=[turns(user, calling)]) == f"{at}.messages[1].tool_calls", "this template shows none"
     unnamed = {"role": "assistant", "tool_calls": [{"arguments": "{}"}]}
     assert refused(prompt=[turns(user, unnamed)]) == f"{at}.messages[1].tool_calls[0].name"
-    assert refused(prompt=[turns(user, tools=["{}", "x"])]) == f"{at}.tools[1]"
+    assert refused(prompt=[turns(user, tools=["{}"])]) == f"{at}.tools", "nor tools"
+    assert refused(prompt=[turns(user, documents=["{}", "x"])]) == f"{at}.documents[1]"
     assert refused(prompt=[turns(user, documents=["3"])]) == f"{at}.documents[0]"
     assert refused(prompt=[turns(user, template_kwargs='{"tools": []}')]) == f"{at}.template_kwargs"
     assert refused(prompt=[turns(user, template="{{ 1 }}")]) == f"{at}.template"
     thought = {"role": "assistant", "reasoning_content": "x"}
     assert refused(prompt=[turns(user, thought, continue_final_message=True)]) == f"{at}.messages[1].content"
     assert refused(prompt=[turns({"role": "refused", "content": "x"})]) == at
-    build(prompt=[turns(user, thought, {"role": "assistant", "tool_calls": [{"name": "f"}]})])
+    build(prompt=[turns(user, thought)])
 
 
 async def test_long_chats_are_rendered_in_another_process():
@@ -237,7 +242,7 @@ async def test_long_chats_are_rendered_in_another_process():
         assert await last_ids(chat(("user", "x"), template="Hello, world!")) == tokenizer.encode(expected)[-8:]
         for wrong, field in (
             (chat(("refused", "x" * 5000)), "prompt[0].chat"),
-            (chat(("user", "x" * 5000), tools=["[]"]), "prompt[0].chat.tools[0]"),
+            (chat(("user", "x" * 5000), documents=["[]"]), "prompt[0].chat.documents[0]"),
             (chat(("user", "x"), template="{{"), "prompt[0].chat.template"),
             (chat(("", "x" * 5000)), "prompt[0].chat.messages[0].role"),
         ):

@@ -10,7 +10,7 @@ import pytest
 from scheduler_svc.requests.chats.fields import ChatError
 from scheduler_svc.requests.chats.renderer import ChatSettings
 from scheduler_svc.requests.tokenizer import MAX_ADDED_TOKENS, TokenizerAddedToken, TokenizerError, load_tokenizer
-from tests.helpers.models.chats import chat_of
+from tests.helpers.models.chats import chat_of, encode_chat
 from tests.helpers.models.toy_tokenizers import SPECIAL, TEMPLATE, byte_level, hf_byte_level
 
 USER = {"role": "user", "content": "Hi"}
@@ -88,7 +88,7 @@ def test_chat():
 
     def render(messages, **options):
         options = {"add_generation_prompt": False} | options
-        return tokenizer.decode(tokenizer.encode_chat(chat_of(messages, **options)), skip_special_tokens=False)
+        return tokenizer.decode(encode_chat(tokenizer, chat_of(messages, **options)), skip_special_tokens=False)
 
     assert render([USER]) == "<|im_start|>user\nHi<|im_end|>\n"
     assert render([USER], add_generation_prompt=True).endswith("<|im_end|>\n<|im_start|>assistant\n")
@@ -96,7 +96,7 @@ def test_chat():
     with pytest.raises(ChatError, match="no such role"):
         render([{"role": "refused", "content": ""}])
     with pytest.raises(ChatError, match="the tokenizer has no chat template"):
-        byte_level(template=False).encode_chat(chat_of([USER]))
+        encode_chat(byte_level(template=False), chat_of([USER]))
 
 
 def test_several_templates_and_one_in_their_place(tmp_path):
@@ -104,10 +104,10 @@ def test_several_templates_and_one_in_their_place(tmp_path):
     inner.chat_template = {"default": "d{{ eos_token }}", "tool_use": "t"}
     inner.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.decode(tokenizer.encode_chat(chat_of([USER])), skip_special_tokens=False) == "d<|endoftext|>"
-    assert tokenizer.encode_chat(chat_of([USER], tools=[{}])) == tokenizer.encode("t")
+    assert tokenizer.decode(encode_chat(tokenizer, chat_of([USER])), skip_special_tokens=False) == "d<|endoftext|>"
+    assert encode_chat(tokenizer, chat_of([USER], tools=[{}])) == tokenizer.encode("t")
     replaced = load_tokenizer(str(tmp_path), chats=ChatSettings("new"))
-    assert replaced.encode_chat(chat_of([USER], tools=[{}])) == replaced.encode("new")
+    assert encode_chat(replaced, chat_of([USER], tools=[{}])) == replaced.encode("new")
 
 
 def test_added_tokens_are_named(tmp_path):

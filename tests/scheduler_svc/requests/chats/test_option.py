@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.requests.chats.template import ChatTemplateOptionError, read_template
+from scheduler_svc.requests.chats.option import ChatTemplateOptionError, read_template
 
 
 def test_a_file_or_a_template(tmp_path: Path) -> None:

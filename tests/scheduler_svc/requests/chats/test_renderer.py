@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scheduler_svc.requests.chats import renderer as renderer_module
-from scheduler_svc.requests.chats.door import RenderDoor
+from scheduler_svc.requests.chats.door import RenderDoor, finished
 from scheduler_svc.requests.chats.fields import (
     MAX_PROMPT_CHARS,
     ChatError,
@@ -21,7 +23,7 @@ from scheduler_svc.requests.chats.fields import (
     read_answer,
     rendered,
 )
-from scheduler_svc.requests.chats.renderer import INLINE_CHARS, ChatRenderer, templates_of
+from scheduler_svc.requests.chats.renderer import SHORT_CHARS, ChatRenderer, templates_of
 from scheduler_svc.requests.chats.template import compile_template, render
 from tests.helpers.models.chat_templates import CHATS, HERMES, TOOLS
 from tests.helpers.models.chats import chat_of
@@ -124,7 +126,7 @@ def test_answers_are_texts_alone() -> None:
 
 
 def text(chats: ChatRenderer, **fields: object) -> str:
-    return chats.render(ChatFields(SHORT.messages, **fields))  # type: ignore[arg-type]
+    return finished(chats.render(ChatFields(SHORT.messages, **fields)))  # type: ignore[arg-type]
 
 
 def test_templates_by_name() -> None:
@@ -148,39 +150,84 @@ def test_the_forms_of_a_tokenizers_templates() -> None:
 
 async def test_where_chats_are_rendered() -> None:
     chats = ChatRenderer({"default": LAST, "rag": "r"}, {"bos_token": "B"})
-    assert chats.is_short(SHORT)
-    assert chats.is_short(own("rag"))
-    assert not chats.is_short(LONG)
-    assert not chats.is_short(own("{{ 'mine' }}"))
-    for size, is_short in ((INLINE_CHARS - 32, True), (INLINE_CHARS - 31, False)):
-        assert chats.is_short(ChatFields((MessageFields("user", "x" * size),))) == is_short
-    many = ChatFields((MessageFields("user", ""),) * 200)
-    assert not chats.is_short(many), "each message takes its time"
+    of_model, of_long, of_requests = chats._of_short, chats._of_long, chats._of_requests
     try:
-        assert await chats.render_off_loop(SHORT) == "Hello"
-        assert await chats.render_off_loop(own("rag")) == "r"
-        assert (chats._of_model.child, chats._of_requests.child) == (None, None)
-        assert await chats.render_off_loop(LONG) == LONG.messages[0].content
-        assert chats._of_requests.child is None
-        assert await chats.render_off_loop(own("{{ bos_token }}" + LAST, LONG)) == f"B{LONG.messages[0].content}"
-        assert chats._of_model.child.pid != chats._of_requests.child.pid  # type: ignore[union-attr]
+        assert await chats.render(SHORT) == "Hello"
+        assert await chats.render(own("rag")) == "r"
+        just = ChatFields((MessageFields("user", "x" * (SHORT_CHARS - 32)),))
+        assert await chats.render(just) == just.messages[0].content
+        assert (of_long.child, of_requests.child) == (None, None)
+        many = ChatFields((MessageFields("user", ""),) * 200)
+        assert await chats.render(many) == "", "each message takes its time"
+        assert await chats.render(LONG) == LONG.messages[0].content
+        assert of_requests.child is None
+        assert await chats.render(own("{{ bos_token }}" + LAST, LONG)) == f"B{LONG.messages[0].content}"
+        assert len({door.child.pid for door in (of_model, of_long, of_requests) if door.child}) == 3
     finally:
         chats.close()
+    assert (of_model.child, of_long.child, of_requests.child) == (None, None, None)
 
 
-async def test_a_request_cannot_push_the_models_template_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-
-    def noting(source: str) -> object:
-        compiled.append(source)
-        return compile_template(source)
-
-    monkeypatch.setattr(renderer_module, "compile_template", noting)
+async def test_a_request_cannot_push_the_models_template_out() -> None:
     chats = ChatRenderer({"default": LAST}, {})
     try:
-        for index in range(40):
-            assert await chats.render_off_loop(own(f"{index}")) == f"{index}"
-            assert chats.render(SHORT) == "Hello"
+        assert await chats.render(SHORT) == "Hello"
+        form = chats._forms[LAST]
+        for index in range(70):
+            assert await chats.render(own(f"{index}")) == f"{index}"
+        assert await chats.render(SHORT) == "Hello"
+        assert chats._forms == {LAST: form}
+        assert len(chats._forms_of_requests) == 64
     finally:
         chats.close()
-    assert compiled == [LAST]
+
+
+async def test_a_cancelled_chat_leaves_no_answer_behind(door: RenderDoor) -> None:
+    waiting = [asyncio.create_task(door.render(ChatJob(LAST, "", own("", LONG), {}))) for _ in range(3)]
+    await asyncio.sleep(0)
+    for each in waiting:
+        each.cancel()
+    assert await door.render(ChatJob(LAST, "", SHORT, {})) == "Hello"
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+async def test_the_models_template_has_bounds_on_each_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loops on one text alone: others of the same moment are rendered, and the event loop goes on."""
+    monkeypatch.setattr(renderer_module, "RENDER_S", 0.5)
+    chats = ChatRenderer({"default": "{% if messages[-1].content == 'loop' %}" + ENDLESS + "{% endif %}" + LAST}, {})
+    try:
+        assert await chats.render(SHORT) == "Hello"
+        longest, looping = 0.0, asyncio.create_task(chats.render(ChatFields((MessageFields("user", "loop"),))))
+        while not looping.done():
+            begin = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.monotonic() - begin)
+        with pytest.raises(ChatError, match=r"the chat takes over 0.5 s to render"):
+            await looping
+        assert longest < 0.25
+        assert await chats.render(SHORT) == "Hello"
+    finally:
+        chats.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (ENDLESS, "the chat takes over 0.5 s to render"),
+        ("{% if %}", "the chat template does not compile: line 1"),
+        ("{{ ('x' * (2 * 10 ** 9)) | length }}{{ messages[0].content }}", "memory"),
+    ],
+)
+async def test_a_template_that_is_none_is_loaded_and_refuses_chats(
+    template: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renderer_module, "RENDER_S", 0.5)
+    chats = ChatRenderer({"default": template}, {})
+    chats.prepare()
+    try:
+        with pytest.raises(ChatError, match=message):
+            await chats.render(SHORT)
+    finally:
+        chats.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatError, ChatFields, MessageFields, ToolCallFields
+from scheduler_svc.requests.chats.fields import MAX_PROMPT_CHARS, ChatError, ChatFields, MessageFields
 from scheduler_svc.requests.chats.template import compile_template, render
 from tests.helpers.models.chat_templates import (
     ANSWER,
@@ -120,12 +120,10 @@ NO_OBJECTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "message"), NO_OBJECTS.items(), ids=lambda value: value[:20])
 def test_what_is_no_json_object(text: str, message: str) -> None:
-    calls = (ToolCallFields("f"), ToolCallFields("g", text))
     for chat, field in (
         (ChatFields(HELLO, tools=("{}", text)), "tools[1]"),
         (ChatFields(HELLO, documents=(text,)), "documents[0]"),
         (ChatFields(HELLO, template_kwargs=text), "template_kwargs"),
-        (ChatFields((*HELLO, MessageFields("assistant", tool_calls=calls))), "messages[1].tool_calls[1].arguments"),
     ):
         found = refused(chat)
         assert found[0] == field

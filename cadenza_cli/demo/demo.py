@@ -16,9 +16,9 @@ from cadenza.async_client import AsyncClient
 from cadenza.client import Client
 from cadenza.errors import CadenzaError, FailedPreconditionError, OptionError
 from cadenza.sampling_params import SamplingParams
-from cadenza.steps.schedule import build_schedule, executor_indices, summarize
 from cadenza.steps.watch import StepWatch, watch_steps
 from cadenza_cli.demo.pypi_files import smollm2
+from cadenza_cli.demo.schedule import build_schedule, executor_indices, summarize
 from cadenza_cli.demo.schedule_picture import draw_schedule
 from cadenza_cli.demo.view import DemoAnswer, answers_table, live_table, plain_line, summary_lines
 from cadenza_cli.text import printable

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from cadenza.steps.schedule import Cell, Schedule
+from cadenza.steps.cells import Cell
+from cadenza_cli.demo.schedule import Schedule
 
 _MAX_LABEL = 26
 _TICK = 10

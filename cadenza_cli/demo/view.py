@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from cadenza.steps.schedule import ScheduleStats
+from cadenza_cli.demo.schedule import ScheduleStats
 
 _PROMPT_CELLS = 32
 

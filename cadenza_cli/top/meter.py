@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cadenza.info import ExecutorInfo, ServerInfo, ServerLoad
-from cadenza.steps.schedule import ran
+from cadenza.steps.cells import ran
 from cadenza.steps.watch import PromptCounter
 from cadenza.v1 import admin_pb2, execution_pb2
 from cadenza_cli.top.ages import Ages

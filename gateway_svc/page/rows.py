@@ -6,14 +6,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from cadenza.steps.schedule import Cell, computed_cell
+from cadenza.steps.cells import Cell, computed_cell
 from cadenza.v1 import admin_pb2
 
 MAX_ROWS = 24
 MAX_COLUMNS = 240
 """Columns that a page gets when it opens."""
 _COLUMNS_AT_ONCE = 32
-"""Of more steps between two frames, several share a column, as in `cadenza.steps.schedule`."""
+"""Of more steps between two frames, several share a column, as in `cadenza.steps.cells`."""
 _MAX_LABEL = 40
 
 

@@ -9,10 +9,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from cadenza.steps.schedule import summarize
 from cadenza.steps.watch import StepWatch
 from cadenza.v1 import admin_pb2, execution_pb2
 from cadenza_cli.demo.demo import _report
+from cadenza_cli.demo.schedule import summarize
 from cadenza_cli.demo.view import DemoAnswer, answers_table, summary_lines, tail
 from cadenza_cli.text import printable
 

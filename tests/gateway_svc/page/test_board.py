@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cadenza.steps.schedule import Cell
+from cadenza.steps.cells import Cell
 from cadenza.v1 import admin_pb2 as pb
 from gateway_svc.page.blocks import CACHED, FREE, BlockMap
 from gateway_svc.page.board import Board

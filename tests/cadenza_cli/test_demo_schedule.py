@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
-from cadenza.steps.schedule import Cell, build_schedule, executor_indices, summarize
+from cadenza.steps.cells import Cell
 from cadenza.v1 import admin_pb2 as pb
 from cadenza.v1 import execution_pb2
+from cadenza_cli.demo.schedule import build_schedule, executor_indices, summarize
 from cadenza_cli.demo.schedule_picture import draw_schedule
 
 OK = execution_pb2.STEP_STATUS_OK

@@ -245,6 +245,11 @@ class GatewayConfig(Settings):
         return value
 
     @property
+    def max_body_bytes(self) -> int:
+        """The largest body."""
+        return int(self.http_max_body_mb * 1024 * 1024)
+
+    @property
     def listeners(self) -> dict[str, tuple[str, int]]:
         """Host and port of each listener, by its option, HTTP first: also for the page, and where nothing is given."""
         given = {name: getattr(self, name) for name in _PORTS if getattr(self, name) is not None}

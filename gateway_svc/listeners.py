@@ -99,6 +99,7 @@ class Listeners:
         await asyncio.gather(*(each.stop() for each in self._rpc.values()))
         if self._http is not None:
             await self._http.close()
+        await self._state.long_bodies.close()
         await self._state.link.close()
 
     async def _follow(self) -> None:

@@ -67,7 +67,7 @@ async def _answered(request: web.Request, handler: _Handler) -> web.StreamRespon
         served = await _served_name(state, request) if is_unknown_model(error) else ""
         response = error_response(request, api_error(error, params, served))
     except web.HTTPRequestEntityTooLarge:
-        response = error_response(request, too_large(state.max_body_bytes))
+        response = error_response(request, too_large(state.config.max_body_bytes))
     except web.HTTPNotFound:
         response = error_response(request, ApiError(404, f"there is no {request.path[:200]}", code="unknown_path"))
     except web.HTTPMethodNotAllowed as error:

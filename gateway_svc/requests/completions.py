@@ -9,6 +9,7 @@ from typing import Any
 from cadenza.prompts import Prompt, parse_prompts
 from gateway_svc.fields.constraints import output_constraint
 from gateway_svc.fields.field import as_integers, read_fields, wrong_value
+from gateway_svc.fields.limits import MAX_PROMPT_TOKENS
 from gateway_svc.fields.sampling import (
     answer_id,
     number_of_choices,
@@ -68,6 +69,9 @@ def _prompts(value: Any, cache_salt: str | None) -> list[Prompt]:
     value = as_integers(value)
     if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
         raise bad_request(f"prompt has {len(value)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
+    for each in (value, *value) if isinstance(value, list) else ():
+        if isinstance(each, list) and len(each) > MAX_PROMPT_TOKENS:
+            raise bad_request(f"prompt: a prompt has over {MAX_PROMPT_TOKENS} token ids", "prompt")
     if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
         raise bad_request("prompt must hold texts, or lists of token ids", "prompt")
     try:

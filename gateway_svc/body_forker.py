@@ -7,6 +7,7 @@ their end. It gets a pickled `Result`, or nothing if the process that made it ha
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -56,7 +57,7 @@ def _answer(connection: socket.socket, control: socket.socket, max_bytes: int) -
     """Answer a connection, in the process that is there for it, and end that."""
     try:
         control.close()
-        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + max_bytes,) * 2)
         resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.alarm(_LONGEST_S)
@@ -68,6 +69,13 @@ def _answer(connection: socket.socket, control: socket.socket, max_bytes: int) -
         connection.sendall(pickle.dumps(_result(b"".join(parts)), pickle.HIGHEST_PROTOCOL))
     finally:  # also for want of memory
         os._exit(0)
+
+
+def _address_space() -> int:
+    """Bytes that this process has already; 0 where Linux's /proc is not."""
+    with contextlib.suppress(OSError), open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+    return 0
 
 
 def _result(content: bytes) -> Result:

@@ -176,6 +176,13 @@ class GatewayConfig(Settings):
         description="How long requests wait for a scheduler that was lost, before they end with 503.",
         json_schema_extra=about("HTTP", "s"),
     )
+    max_connections_per_peer: int = Field(
+        500,
+        ge=1,
+        description="Connections of one address to each listener; further ones are closed at once, those of gRPC "
+        "within a second, on Linux. Give more behind a proxy.",
+        json_schema_extra=about("Security", "connections"),
+    )
     page: bool = Field(
         False,
         description="Serve the live page at / too: queues, executors, blocks, the schedule as it runs, and a chat. Its "

@@ -74,7 +74,9 @@ class Listeners:
                 self.addresses[name] = await self._http.start(place)
                 continue
             self._rpc[name] = _DIALECTS[name](self._state)
-            self.addresses[name] = await self._rpc[name].start(place, self._credentials, config.max_connections_per_peer)
+            self.addresses[name] = await self._rpc[name].start(
+                place, self._credentials, config.max_connections_per_peer
+            )
         if config.kv_events_endpoint is not None:
             self._publisher = KvPublisher(self._state.link, config)
             self._publisher.start()

@@ -29,7 +29,12 @@ class MaskThreads:
         with_large_stack(lambda: self._quick.submit(int))
 
     def run(
-        self, state: GrammarState, work: Callable[[], None], *, is_slow: bool = False, after: Future[Compiled] | None = None
+        self,
+        state: GrammarState,
+        work: Callable[[], None],
+        *,
+        is_slow: bool = False,
+        after: Future[Compiled] | None = None,
     ) -> Future[None]:
         """Run a part of a state's work, and `walk_alone` if that is due; the result is never an exception.
 

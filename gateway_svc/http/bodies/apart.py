@@ -51,7 +51,7 @@ class LongBodies:
         """In processes at once."""
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[Any]] = set()
 
     async def read(self, who: str, read: Callable[[bytes], T], raw: bytes | bytearray) -> T:
@@ -69,11 +69,14 @@ class LongBodies:
 
     async def start(self) -> None:
         """Start the process that forks."""
-        async with self._starting:
-            if self._control is None:
-                self._control, theirs = socket.socketpair()
-                with theirs:
-                    self._process = await asyncio.to_thread(_process, theirs, self._max_bytes)
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(), name="body-forker")
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.to_thread(_process, theirs, self._max_bytes)
 
     async def close(self) -> None:
         """End it, and what it reads."""
@@ -129,6 +132,9 @@ class LongBodies:
             return bytes(answer)
 
     async def _end(self) -> None:
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            await asyncio.gather(starting, return_exceptions=True)
         control, process = self._control, self._process
         self._control = self._process = None
         if control is not None:

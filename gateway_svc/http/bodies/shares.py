@@ -21,7 +21,7 @@ _RETRY_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
-class _Wait:
+class _RoomWait:
     amount: int
     granted: asyncio.Future[None]
 
@@ -33,7 +33,7 @@ class Shares:
         """total: of all together; what: the name of those who wait, in the error."""
         self._total, self._what, self._max_waiting = total, what, max_waiting
         self._used: Counter[str] = Counter()
-        self._waiting: TenantTurns[str, _Wait] = TenantTurns()
+        self._waiting: TenantTurns[str, _RoomWait] = TenantTurns()
 
     @property
     def num_used(self) -> int:
@@ -62,7 +62,7 @@ class Shares:
         if self._waiting.num_of(who) >= self._max_waiting - self.num_waiting:
             message = f"{self.num_waiting} {self._what} wait already, too many of them this caller's"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
-        wait = _Wait(amount, asyncio.get_running_loop().create_future())
+        wait = _RoomWait(amount, asyncio.get_running_loop().create_future())
         self._waiting.add(who, wait)
         try:
             await wait.granted

@@ -87,8 +87,10 @@ class LLMOptions(TypedDict, total=False):
     """Connections of all peers together; further ones are closed at once. [default: 2000]"""
 
     max_connections_per_peer: int | None
-    """Connections of one address; further ones are closed within a second, on Linux. Give more behind a proxy.
-    [default: 500]"""
+    """executor: Connections of one address; further ones are closed within a second, on Linux. Give more behind a
+    proxy. [default: 500] scheduler: Connections of one address; further ones are closed within a second, on Linux. Give
+    more behind a proxy. [default: 500] gateway: Connections of one address to each listener; further ones are closed at
+    once, those of gRPC within a second, on Linux. Give more behind a proxy. [default: 500]"""
 
     simulate: str | None
     """Simulate the model: steps take no time (instant), or the time that a JSON file of step costs gives;
@@ -268,10 +270,6 @@ class LLMOptions(TypedDict, total=False):
 
     chat_template: str | None
     """Jinja template of chats in place of the tokenizer's: a file, or the template itself."""
-
-    chat_template_content_format: Literal["auto", "string", "parts"] | None
-    """How messages give their content to chat templates: as a string, or as a list of parts; auto: for each role as the
-    template shows it, found as it is loaded. [default: auto]"""
 
     trust_request_chat_template: bool | None
     """Let requests bring chat templates of their own: they are rendered in a sandbox, by a process with bounds on

@@ -271,6 +271,10 @@ class LLMOptions(TypedDict, total=False):
     chat_template: str | None
     """Jinja template of chats in place of the tokenizer's: a file, or the template itself."""
 
+    chat_template_content_format: Literal["auto", "string", "parts"] | None
+    """How messages give their content to chat templates: as a string, or as a list of parts; auto: for each role as the
+    template shows it, found as it is loaded. [default: auto]"""
+
     trust_request_chat_template: bool | None
     """Let requests bring chat templates of their own: they are rendered in a sandbox, by a process with bounds on
     memory and time; docs/security.md. [default: off]"""

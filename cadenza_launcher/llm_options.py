@@ -87,8 +87,10 @@ class LLMOptions(TypedDict, total=False):
     """Connections of all peers together; further ones are closed at once. [default: 2000]"""
 
     max_connections_per_peer: int | None
-    """Connections of one address; further ones are closed within a second, on Linux. Give more behind a proxy.
-    [default: 500]"""
+    """executor: Connections of one address; further ones are closed within a second, on Linux. Give more behind a
+    proxy. [default: 500] scheduler: Connections of one address; further ones are closed within a second, on Linux. Give
+    more behind a proxy. [default: 500] gateway: Connections of one address to each listener; further ones are closed at
+    once, those of gRPC within a second, on Linux. Give more behind a proxy. [default: 500]"""
 
     simulate: str | None
     """Simulate the model: steps take no time (instant), or the time that a JSON file of step costs gives;

@@ -11,7 +11,9 @@ from cadenza.credentials import read_token
 from gateway_svc import system
 from gateway_svc.anthropic import messages
 from gateway_svc.config import GatewayConfig
+from gateway_svc.http.bodies.apart import LongBodies
 from gateway_svc.http.keys import KeyFile
+from gateway_svc.http.reading import LONG_BODIES
 from gateway_svc.http.sites import Cors, Sites
 from gateway_svc.middleware import answers
 from gateway_svc.models import Names
@@ -48,13 +50,14 @@ def make_state(config: GatewayConfig, page_rights: PageRights | None = None) -> 
         cors=cors,
         sites=Sites(config, cors),
         page_rights=_page_rights(config, page_rights),
+        long_bodies=LongBodies(config.max_body_bytes),
     )
 
 
 def make_app(state: State) -> web.Application:
     """The application; whoever serves it starts and closes `state.link`."""
-    app = web.Application(middlewares=[answers], client_max_size=state.max_body_bytes)
-    app[STATE] = state
+    app = web.Application(middlewares=[answers], client_max_size=state.config.max_body_bytes)
+    app[STATE], app[LONG_BODIES] = state, state.long_bodies
     app.add_routes(
         [
             web.get("/health", system.health),

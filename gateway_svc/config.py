@@ -176,6 +176,13 @@ class GatewayConfig(Settings):
         description="How long requests wait for a scheduler that was lost, before they end with 503.",
         json_schema_extra=about("HTTP", "s"),
     )
+    max_connections_per_peer: int = Field(
+        500,
+        ge=1,
+        description="Connections of one address to each listener; further ones are closed at once, those of gRPC "
+        "within a second, on Linux. Give more behind a proxy.",
+        json_schema_extra=about("Security", "connections"),
+    )
     page: bool = Field(
         False,
         description="Serve the live page at / too: queues, executors, blocks, the schedule as it runs, and a chat. Its "
@@ -243,6 +250,11 @@ class GatewayConfig(Settings):
                 "loopback, or --insecure where the network is safe"
             )
         return value
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest body."""
+        return int(self.http_max_body_mb * 1024 * 1024)
 
     @property
     def listeners(self) -> dict[str, tuple[str, int]]:

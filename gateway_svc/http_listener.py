@@ -17,7 +17,7 @@ from cadenza.errors import OptionError
 from cadenza_common.wire.transport import format_address
 from gateway_svc.app import make_app
 from gateway_svc.config import GatewayConfig
-from gateway_svc.http.unreadable import ApiConnection
+from gateway_svc.http.connections import HEAD_S, Connection, Connections
 from gateway_svc.state import State
 
 _BACKLOG = 1024
@@ -59,6 +59,7 @@ class HttpListener:
             access_log=None,
             shutdown_timeout=_GRACE_S,
         )
+        self.connections = Connections(state.config.max_connections_per_peer)
         self._server: asyncio.Server | None = None
 
     @property
@@ -76,7 +77,11 @@ class HttpListener:
             reason = (error.strerror or str(error)).lower()
             raise OSError(f"cannot listen on {format_address(host, port)}: {reason}") from None
         self._server = await asyncio.get_running_loop().create_server(
-            self._connection, sock=listener, backlog=_BACKLOG, ssl=self._tls
+            self._connection,
+            sock=listener,
+            backlog=_BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else HEAD_S,
         )
         return format_address(host, int(listener.getsockname()[1]))
 
@@ -90,9 +95,9 @@ class HttpListener:
         await self.refuse()
         await self._runner.cleanup()
 
-    def _connection(self) -> ApiConnection:
+    def _connection(self) -> Connection:
         assert self._runner.server is not None
-        return ApiConnection(self._runner.server, loop=asyncio.get_running_loop(), **_OPTIONS)
+        return Connection(self.connections, self._runner.server, **_OPTIONS)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -68,13 +68,15 @@ class Listeners:
         Raises OSError and KvPublisherError, after which `close` is still to be called.
         """
         self._state.link.start()
+        config = self._state.config
         for name, place in self._places.items():
             if self._http is not None and name == "http":
                 self.addresses[name] = await self._http.start(place)
                 continue
             self._rpc[name] = _DIALECTS[name](self._state)
-            self.addresses[name] = await self._rpc[name].start(place, self._credentials)
-        config = self._state.config
+            self.addresses[name] = await self._rpc[name].start(
+                place, self._credentials, config.max_connections_per_peer
+            )
         if config.kv_events_endpoint is not None:
             self._publisher = KvPublisher(self._state.link, config)
             self._publisher.start()
@@ -99,6 +101,7 @@ class Listeners:
         await asyncio.gather(*(each.stop() for each in self._rpc.values()))
         if self._http is not None:
             await self._http.close()
+        await self._state.long_bodies.close()
         await self._state.link.close()
 
     async def _follow(self) -> None:

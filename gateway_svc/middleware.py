@@ -13,6 +13,7 @@ from aiohttp import web
 
 from cadenza.errors import CadenzaError
 from gateway_svc.fields.tables import RENAMED
+from gateway_svc.http.connections import Connection
 from gateway_svc.http.errors import ApiError, anthropic_body, api_error, is_unknown_model, openai_body, too_large
 from gateway_svc.http.reading import ANSWER_HEADERS
 from gateway_svc.http.sending import SlowReaderError, send_whole
@@ -30,6 +31,9 @@ async def answers(request: web.Request, handler: _Handler) -> web.StreamResponse
     state = request.app[STATE]
     began = time.perf_counter()
     state.counts.began()
+    connection = request.protocol
+    if isinstance(connection, Connection):
+        connection.begins(request)
     given = request.headers.get("X-Request-ID", "")
     request_id = given if 0 < len(given) <= _MAX_ID and given.isprintable() and given.isascii() else uuid.uuid4().hex
     request[ANSWER_HEADERS] = {"X-Request-ID": request_id, **state.cors.headers(request)}
@@ -46,6 +50,8 @@ async def answers(request: web.Request, handler: _Handler) -> web.StreamResponse
         state.counts.num_slow_readers += 1
         raise
     finally:
+        if isinstance(connection, Connection):
+            connection.ends()
         path = _route_of(request)
         state.counts.ended(path, status, time.perf_counter() - began)
         if status >= 500:
@@ -67,7 +73,7 @@ async def _answered(request: web.Request, handler: _Handler) -> web.StreamRespon
         served = await _served_name(state, request) if is_unknown_model(error) else ""
         response = error_response(request, api_error(error, params, served))
     except web.HTTPRequestEntityTooLarge:
-        response = error_response(request, too_large(state.max_body_bytes))
+        response = error_response(request, too_large(state.config.max_body_bytes))
     except web.HTTPNotFound:
         response = error_response(request, ApiError(404, f"there is no {request.path[:200]}", code="unknown_path"))
     except web.HTTPMethodNotAllowed as error:

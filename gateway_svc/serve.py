@@ -36,6 +36,7 @@ async def serve(config: GatewayConfig, fail: Callable[[str], None], page_rights:
         return EXIT_OPTIONS
     try:
         addresses = await listeners.start()
+        await state.long_bodies.start()
     except (OSError, KvPublisherError) as error:
         fail(str(error))
         await listeners.close()

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from gateway_svc.config import GatewayConfig
+from gateway_svc.http.bodies.apart import LongBodies
 from gateway_svc.http.errors import ApiError
 from gateway_svc.http.keys import KeyFile
-from gateway_svc.http.reading import api_key
+from gateway_svc.http.reading import PAYER, api_key
 from gateway_svc.http.sites import Cors, Sites
 from gateway_svc.metrics import Counts
 from gateway_svc.models import Names
@@ -35,13 +36,9 @@ class State:
     cors: Cors
     sites: Sites
     page_rights: PageRights
+    long_bodies: LongBodies
     counts: Counts = field(default_factory=Counts)
     is_stopping: bool = False
-
-    @property
-    def max_body_bytes(self) -> int:
-        """The largest body."""
-        return int(self.config.http_max_body_mb * 1024 * 1024)
 
     async def check_site(self, request: web.Request) -> None:
         """Raise the ApiError of a request that a page of another site can have made, where nothing else is asked for.
@@ -55,13 +52,20 @@ class State:
 
     async def caller(self, request: web.Request) -> SchedulerCaller:
         """Who a request is from; raises ApiError and CadenzaError."""
-        return await self.caller_with(api_key(request))
+        caller = await self.caller_with(api_key(request))
+        request[PAYER] = await self.payer(api_key(request), request.remote)
+        return caller
 
     async def caller_with(self, key: str | None) -> SchedulerCaller:
         """Who has a key; raises ApiError and CadenzaError."""
         if self.keys is not None:
             self.keys.check(key)
         return await self.link.caller(key)
+
+    async def payer(self, key: str | None, address: str | None) -> str:
+        """Whose share a body takes: its key's if that is known to be one, else its address's."""
+        is_known = self.keys is not None or await self.link.has_tenants()
+        return f"key {key}" if is_known else address or ""
 
     async def watcher_with(self, key: str | None) -> SchedulerCaller:
         """Who may see, and empty, the caches that all share; raises as `caller_with`.
@@ -77,7 +81,9 @@ class State:
 
     async def generating(self, request: web.Request) -> SchedulerCaller:
         """The same for a request that generates: raises ApiError while none can be served."""
-        return await self.generating_with(api_key(request))
+        caller = await self.generating_with(api_key(request))
+        request[PAYER] = await self.payer(api_key(request), request.remote)
+        return caller
 
     async def generating_with(self, key: str | None) -> SchedulerCaller:
         """The same for a key."""

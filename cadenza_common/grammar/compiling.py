@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from cadenza_common.grammar.gbnf import as_lark
 from cadenza_common.grammar.json_schema import whole_sizes, with_whitespace
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.grammar.tags import grammar_of_tags
@@ -39,24 +40,26 @@ class GrammarError(ValueError):
     """A constraint that cannot be followed; the message is llguidance's, or says what is wrong with its form."""
 
 
-def new_matcher(spec: GrammarSpec, table: Any) -> Any:
+def new_matcher(spec: GrammarSpec, table: Any, *, apart: bool = False) -> Any:
     """Return an `llguidance.LLMatcher` at the beginning of an output; table: as from `TableSource.table`.
+
+    apart: what holds the interpreter is done in another process, where it takes long.
 
     Raises GrammarError. Takes 1.5 ms for a schema of 20 lines, and up to seconds for one of thousands.
     """
     import llguidance
 
     matcher = llguidance.LLMatcher(
-        table, to_grammar(spec, table), log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
+        table, to_grammar(spec, table, apart=apart), log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
     )
     if matcher.is_error():
         raise GrammarError(short(matcher.get_error()))
     return matcher
 
 
-def to_grammar(spec: GrammarSpec, table: Any) -> str:
-    """Return a constraint as llguidance's own form of a grammar; raises GrammarError."""
-    from llguidance import LLMatcher, grammar_from
+def to_grammar(spec: GrammarSpec, table: Any, *, apart: bool = False) -> str:
+    """Return a constraint as llguidance's own form of a grammar; raises GrammarError. apart: as `new_matcher`."""
+    from llguidance import LLMatcher
 
     match spec.kind:
         case "json_schema" | "json_object":
@@ -70,9 +73,10 @@ def to_grammar(spec: GrammarSpec, table: Any) -> str:
             return str(LLMatcher.grammar_from_regex(spec.text))
         case "grammar":
             try:
-                return str(grammar_from("grammar", spec.text))
+                return str(LLMatcher.grammar_from_lark(as_lark(spec.text, apart=apart)))
             except Exception as error:  # the converter of GBNF raises what its parser does
-                raise GrammarError(short(f"the grammar cannot be converted: {error}")) from error
+                message = f"the grammar cannot be converted: Failed to convert the grammar from GBNF to Lark: {error}"
+                raise GrammarError(short(message)) from error
         case "choices":
             return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, spec.choices))))
         case "structural_tag":

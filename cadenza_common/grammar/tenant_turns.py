@@ -39,6 +39,10 @@ class TenantTurns(Generic[_N, _T]):
             queue.append(entry)
         self._num += 1
 
+    def first_of(self, tenant: _N) -> _T:
+        """Return a tenant's next entry. Raises KeyError."""
+        return self._queues[tenant][0]
+
     def pop(self) -> tuple[_N, _T]:
         """Remove and return the next entry and its tenant, whose turn comes again after all others.
 

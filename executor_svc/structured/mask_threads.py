@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from executor_svc.structured.compile_turns import with_large_stack
+from executor_svc.structured.compiler import Compiled
 from executor_svc.structured.matcher import GrammarState
 
 SLOW_S = 0.002
@@ -29,7 +29,12 @@ class MaskThreads:
         with_large_stack(lambda: self._quick.submit(int))
 
     def run(
-        self, state: GrammarState, work: Callable[[], None], *, is_slow: bool = False, after: Future[Any] | None = None
+        self,
+        state: GrammarState,
+        work: Callable[[], None],
+        *,
+        is_slow: bool = False,
+        after: Future[Compiled] | None = None,
     ) -> Future[None]:
         """Run a part of a state's work, and `walk_alone` if that is due; the result is never an exception.
 
@@ -37,9 +42,11 @@ class MaskThreads:
         """
         done: Future[None] = Future()
         if after is None or after.done():
-            self._start(state, work, done, is_slow)
+            self._start(state, work, done, is_slow or _is_slow(after))
         else:
-            after.add_done_callback(lambda _: self._quick.submit(self._start, state, work, done, is_slow))
+            after.add_done_callback(
+                lambda compiled: self._quick.submit(self._start, state, work, done, is_slow or _is_slow(compiled))
+            )
         return done
 
     def run_each(self, parts: Sequence[tuple[GrammarState, Callable[[], None]]]) -> list[Future[None]]:
@@ -83,3 +90,10 @@ class MaskThreads:
     def _walk(self, state: GrammarState, done: Future[None]) -> None:
         state.walk_alone()
         done.set_result(None)
+
+
+def _is_slow(compiled: Future[Compiled] | None) -> bool:
+    """Whether the first mask of a grammar takes long; it is compiled, or has failed."""
+    if compiled is None or compiled.cancelled() or compiled.exception() is not None:
+        return False
+    return compiled.result().first_s > SLOW_S

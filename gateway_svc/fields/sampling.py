@@ -9,6 +9,7 @@ from typing import Any
 from cadenza.sampling_params import SamplingParams
 from gateway_svc.fields.constraints import Constraint
 from gateway_svc.fields.field import check_keys, check_kind, wrong_value
+from gateway_svc.fields.limits import MAX_CONSTRAINT_CHARS, MAX_ENTRIES, check_entries
 from gateway_svc.http.errors import ApiError, bad_request
 
 _SAME = frozenset(each.name for each in fields(SamplingParams)) - {
@@ -49,13 +50,33 @@ def sampling_params(
     if seed is not None and _LEAST_SEED <= seed < -1:
         given["seed"] = seed + 2**64
     given |= _beams(values, given)
+    check_lists(given, renamed)
     try:
-        return SamplingParams(**given)
+        params = SamplingParams(**given)
     except ValueError as error:
         message = str(error)
         name = message.partition(" ")[0].partition(".")[0]
         field = renamed.get(name, name)
         raise bad_request(f"{field}{message[len(name) :]}"[:500], field) from None
+    check_constraint(params, constraint.field)
+    return params
+
+
+def check_lists(given: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+    """Raise ApiError for parameters with more entries than the scheduler takes."""
+    for name, most in MAX_ENTRIES.items():
+        value = given.get(name)
+        if isinstance(value, (list, dict)):
+            check_entries(renamed.get(name, name), value, most)
+
+
+def check_constraint(params: SamplingParams, field: str) -> None:
+    """Raise ApiError for a constraint with a longer text than the scheduler takes."""
+    form = params.structured_outputs
+    for text in () if form is None else (form.json, form.regex, form.grammar, form.structural_tag):
+        if isinstance(text, str) and len(text) > MAX_CONSTRAINT_CHARS:
+            message = f"{field} has {len(text)} characters; at most {MAX_CONSTRAINT_CHARS} are allowed"
+            raise bad_request(message, field)
 
 
 def unset_sampling(values: Mapping[str, Any], max_tokens: int | None = None) -> frozenset[str]:

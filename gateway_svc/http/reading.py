@@ -9,22 +9,28 @@ handler could answer in the shape of its API.
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
+from gateway_svc.http.bodies.apart import SHORT_BYTES, LongBodies, is_cheap
+from gateway_svc.http.bodies.parsing import read_object
 from gateway_svc.http.errors import ENCODINGS, ApiError, bad_request, too_large
-from gateway_svc.off_loop import off_loop
 
 T = TypeVar("T")
 
 ANSWER_HEADERS = web.RequestKey("answer_headers", dict[str, str])
 """Of a request: what every answer to it has in its head."""
+PAYER = web.RequestKey("payer", str)
+"""Of a request: whose share its body takes."""
+LONG_BODIES = web.AppKey("long_bodies", LongBodies)
 _BODY_TIMEOUT_S = 60.0
+_SILENCE_S = 10.0
 _GZIP = 16 + zlib.MAX_WBITS
 _MAX_SHOWN_CODING = 40
 _UNCODED = ("", "identity")
@@ -39,46 +45,45 @@ def api_key(request: web.Request) -> str | None:
 
 
 async def read_body(request: web.Request, read: Callable[[Mapping[str, Any]], T]) -> T:
-    """What `read` makes of the body, for a long one in a thread: nothing else sees the object itself.
+    """What `read` makes of the body, for a long one in another process: a function of a module, by its name.
 
-    Raises ApiError, also for a body that is no JSON object, and HTTPRequestEntityTooLarge.
+    Raises ApiError, also for a body that is no JSON object.
     """
+    bodies, limit_bytes = request.app[LONG_BODIES], request.client_max_size
+    who = request.get(PAYER, request.remote or "")
+    encoding, length = request.headers.get("Content-Encoding", ""), request.content_length
+    if length is not None and length > limit_bytes:
+        raise too_large(limit_bytes)
+    most = limit_bytes if length is None or encoding else length
+    async with contextlib.nullcontext() if most <= SHORT_BYTES else bodies.room.taken(who, most):
+        raw: bytes | bytearray = await _received(request, limit_bytes)
+        if encoding:
+            raw = await asyncio.to_thread(decoded, raw, encoding, limit_bytes)
+        if is_cheap(raw):
+            return read_object(read, raw)
+        return await bodies.read(who, partial(read_object, read), raw)
+
+
+async def _received(request: web.Request, limit_bytes: int) -> bytearray:
+    """The body as it comes, kept by nobody else; raises ApiError for one that is too large, or too slow."""
+    body, loop = bytearray(), asyncio.get_running_loop()
+    end = loop.time() + _BODY_TIMEOUT_S
     try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            raw = await request.read()
+        async with asyncio.timeout_at(min(end, loop.time() + _SILENCE_S)) as timer:
+            while part := await request.content.readany():
+                body += part
+                if len(body) > limit_bytes:
+                    raise too_large(limit_bytes)
+                timer.reschedule(min(end, loop.time() + _SILENCE_S))
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from None
+        limits = f"{_SILENCE_S:g} s without a byte of it, or {_BODY_TIMEOUT_S:g} s in all"
+        raise ApiError(408, f"the body did not arrive in time: {limits}") from None
     except RequestPayloadError:
         raise bad_request("the body is cut, or its chunks are wrong") from None
-    encoding, limit_bytes = request.headers.get("Content-Encoding", ""), request.client_max_size
-    if encoding:
-        raw = await asyncio.to_thread(decoded, raw, encoding, limit_bytes)
-    return await off_loop(len(raw), lambda: read(_object(raw)))
+    return body
 
 
-def _object(raw: bytes) -> dict[str, Any]:
-    value = _parse(raw)
-    if not isinstance(value, dict):
-        raise bad_request("the body must be a JSON object")
-    return value
-
-
-def _parse(raw: bytes) -> Any:
-    try:
-        return json.loads(raw, parse_constant=_refuse_constant)
-    except UnicodeDecodeError:
-        raise bad_request("the body is no UTF-8") from None
-    except RecursionError:
-        raise bad_request("the body is nested too deeply") from None
-    except ValueError as error:  # as JSONDecodeError, and an integer of over 4,300 digits
-        raise bad_request(f"the body is no JSON: {error}"[:300]) from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-def decoded(body: bytes, encoding: str, limit_bytes: int) -> bytes:
+def decoded(body: bytes | bytearray, encoding: str, limit_bytes: int) -> bytes | bytearray:
     """Undo a body's Content-Encoding; raises ApiError, also if the decoded body is over the limit."""
     encoding = encoding.strip().lower()
     if encoding in _UNCODED:
@@ -98,6 +103,6 @@ def decoded(body: bytes, encoding: str, limit_bytes: int) -> bytes:
     return found
 
 
-def _bits_of_deflate(body: bytes) -> int:
+def _bits_of_deflate(body: bytes | bytearray) -> int:
     """zlib's format, as the standard has it, or the bare stream that some clients send; their first bytes differ."""
     return zlib.MAX_WBITS if body[:1] and body[0] & 0x0F == 8 else -zlib.MAX_WBITS

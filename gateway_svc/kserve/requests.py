@@ -60,6 +60,11 @@ def read_request(request: pb.ModelInferRequest) -> Asked:
     return Asked(request.model_name, prompt, params, adapter, is_streamed, echoes, outputs, has_logprobs)
 
 
+def read_wire(raw: bytes) -> Asked:
+    """The same of the message as it is on the wire."""
+    return read_request(pb.ModelInferRequest.FromString(raw))
+
+
 def _text(raw: bytes, name: str) -> str:
     try:
         return raw.decode()

@@ -9,10 +9,10 @@ from functools import partial
 from cadenza.outputs import RequestMetrics
 from cadenza.prompts import Prompt
 from gateway_svc.dialects import inference_pb2 as pb
+from gateway_svc.http.bodies.apart import SHORT_BYTES
 from gateway_svc.kserve.answers import KServeAnswers, failed
 from gateway_svc.kserve.model import Statistics
-from gateway_svc.kserve.requests import read_request
-from gateway_svc.off_loop import off_loop
+from gateway_svc.kserve.requests import read_request, read_wire
 from gateway_svc.rpc.calls import Context, SlowClientError, counted, explained, key_of, write
 from gateway_svc.scheduler.generation import Generation, GenerationJob
 from gateway_svc.state import State
@@ -77,7 +77,11 @@ class InferStream:
     async def _answer(self, request: pb.ModelInferRequest) -> RequestMetrics | None:
         state = self._state
         caller = await state.generating_with(self._key)
-        asked = await off_loop(request.ByteSize(), read_request, request)
+        if request.ByteSize() <= SHORT_BYTES:
+            asked = read_request(request)
+        else:
+            who = await state.payer(self._key, self._context.peer().rpartition(":")[0])
+            asked = await state.long_bodies.read(who, read_wire, request.SerializeToString())
         chosen = state.names.choose(asked.model, await caller.model())
         job = GenerationJob([Prompt(text=asked.prompt)], asked.params, adapter=asked.adapter or chosen.adapter)
         answers = KServeAnswers(request.id, asked)

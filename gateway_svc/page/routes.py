@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
+from typing import Any
 
 from aiohttp import web
 
@@ -122,7 +123,7 @@ async def kill(request: web.Request) -> web.Response:
     """Kill an executor, so that one sees the streams go on: whoever started it kills it, and starts it again."""
     page = request.app[PAGE]
     page.doors.check_right(request)
-    target = await read_body(request, lambda body: body.get("executor"))
+    target = await read_body(request, _executor)
     if page.kill is None:
         raise ApiError(404, "executors are killed where `cadenza up --page-demo` started them", code="unknown_path")
     executors = (await page.feed.watching.server_info()).executors
@@ -130,6 +131,10 @@ async def kill(request: web.Request) -> web.Response:
         raise bad_request("there is no such executor", "executor")
     page.kill(str(target))
     return web.json_response({"killed": target}, status=202)
+
+
+def _executor(body: Mapping[str, Any]) -> Any:
+    return body.get("executor")
 
 
 def _is_stopping(state: State) -> bool:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from cadenza.prompts import Prompt, parse_prompts
+from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 from gateway_svc.fields.constraints import output_constraint
 from gateway_svc.fields.field import as_integers, read_fields, wrong_value
+from gateway_svc.fields.limits import MAX_PROMPT_TOKENS
 from gateway_svc.fields.sampling import (
     answer_id,
     number_of_choices,
@@ -18,7 +20,7 @@ from gateway_svc.fields.sampling import (
     unset_sampling,
 )
 from gateway_svc.fields.tables import COMPLETIONS
-from gateway_svc.http.errors import bad_request
+from gateway_svc.http.errors import ApiError, bad_request
 from gateway_svc.requests.prompts import with_salt
 from gateway_svc.requests.request import GatewayRequest
 
@@ -63,11 +65,21 @@ def read_completion(body: Mapping[str, Any]) -> GatewayRequest:
     )
 
 
+def _too_many(num_ids: int) -> ApiError:
+    """The error of token ids that no model here takes: most of those that no message can hold either are told so."""
+    if 2 * num_ids > MAX_REQUEST_BYTES:
+        return ApiError(413, f"the prompt has {num_ids} token ids, and can have {MAX_REQUEST_BYTES} bytes at most")
+    return bad_request(f"prompt: a prompt has over {MAX_PROMPT_TOKENS} token ids", "prompt")
+
+
 def _prompts(value: Any, cache_salt: str | None) -> list[Prompt]:
     """The prompts of a completion: a text, texts, token ids, or lists of token ids. Raises ApiError."""
     value = as_integers(value)
     if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
         raise bad_request(f"prompt has {len(value)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
+    for each in (value, *value) if isinstance(value, list) else ():
+        if isinstance(each, list) and len(each) > MAX_PROMPT_TOKENS:
+            raise _too_many(len(each))
     if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
         raise bad_request("prompt must hold texts, or lists of token ids", "prompt")
     try:

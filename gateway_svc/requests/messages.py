@@ -10,6 +10,7 @@ from typing import Any
 from cadenza.prompts import Prompt
 from gateway_svc.fields.constraints import output_constraint
 from gateway_svc.fields.field import check_keys, read_fields, shown
+from gateway_svc.fields.limits import MAX_TURNS, check_entries
 from gateway_svc.fields.sampling import require, sampling_params, unset_sampling
 from gateway_svc.fields.tables import COUNT_TOKENS, MESSAGES
 from gateway_svc.http.errors import ApiError, bad_request
@@ -76,6 +77,7 @@ def read_count(body: Mapping[str, Any]) -> PromptQuery:
 
 def messages_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
     """The prompt; a last message of the assistant is continued, as in Anthropic's API. Raises ApiError."""
+    check_entries("messages", values["messages"], MAX_TURNS)
     messages: list[dict[str, Any]] = []
     system = _system(values.get("system", ""))
     if system:

@@ -9,6 +9,7 @@ from typing import Any
 from cadenza.chats import chat_options
 from cadenza.prompts import Prompt, parse_chat
 from gateway_svc.fields.field import check_keys, shown
+from gateway_svc.fields.limits import MAX_CALLS, MAX_DOCUMENTS, MAX_MESSAGES, check_entries
 from gateway_svc.fields.sampling import utf8
 from gateway_svc.http.errors import bad_request
 from gateway_svc.requests.tools import ToolUse
@@ -40,6 +41,8 @@ def chat_prompt(
     continues, begins_turn: whether the last message, or a new one, is left open; begins_turn is None: the other one.
     template, arguments: Jinja in place of the model's, and what it gets beside the messages.
     """
+    check_entries("messages", messages, MAX_MESSAGES)
+    check_entries("documents", documents or (), MAX_DOCUMENTS)
     try:
         options = chat_options(
             not continues if begins_turn is None else begins_turn,
@@ -56,6 +59,8 @@ def chat_prompt(
         prompt = parse_chat([_message(each, index) for index, each in enumerate(messages)], options)
     except ValueError as error:
         raise bad_request(f"messages: {error}"[:500], "messages") from None
+    if sum(len(each.tool_calls) for each in prompt.messages or ()) > MAX_CALLS:
+        raise bad_request(f"messages have over {MAX_CALLS} tool_calls in all", "messages")
     return with_salt(prompt, cache_salt)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from cadenza.chats import kind_of_part, text_of_part
 from cadenza.prompts import Prompt
 from gateway_svc.fields.field import check_keys, shown
+from gateway_svc.fields.limits import MAX_TURNS, check_entries
 from gateway_svc.http.errors import ApiError, bad_request
 from gateway_svc.requests.prompts import chat_prompt, template_arguments
 from gateway_svc.requests.tools import ToolUse
@@ -35,6 +36,7 @@ def response_prompt(values: Mapping[str, Any], use: ToolUse) -> Prompt:
     """The prompt of a request; raises ApiError."""
     given = values["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    check_entries("input", items, MAX_TURNS)
     chat = _TurnBuilder()
     if "instructions" in values:
         chat.messages.append({"role": "system", "content": values["instructions"]})

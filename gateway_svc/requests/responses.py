@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway_svc.fields.constraints import output_constraint
 from gateway_svc.fields.field import check_kind, read_fields, wrong_value
+from gateway_svc.fields.limits import MAX_METADATA, check_entries
 from gateway_svc.fields.sampling import answer_id, check_stream_options, require, sampling_params, unset_sampling
 from gateway_svc.fields.tables import RESPONSES
 from gateway_svc.http.errors import bad_request
@@ -24,6 +25,7 @@ def read_response(body: Mapping[str, Any]) -> ResponsesRequest:
     """Read a request; raises ApiError."""
     values = read_fields(RESPONSES, body)
     require(values, "input")
+    check_entries("metadata", values.get("metadata", {}), MAX_METADATA)
     check_stream_options(values)
     reasoning, include = values.get("reasoning", {}), values.get("include", [])
     _check_reasoning(reasoning)

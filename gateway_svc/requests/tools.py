@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway_svc.fields.field import check_keys, shown
+from gateway_svc.fields.limits import MAX_TOOL_CHARS, MAX_TOOLS, check_entries
 from gateway_svc.http.errors import ApiError, bad_request
 
-MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 Mode = Literal["none", "auto", "required"]
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
@@ -201,9 +201,10 @@ def _allowed(tools: Sequence[Tool], names: Sequence[Any]) -> frozenset[str]:
 def _tools(value: Any, function_of: Callable[[Any, str], Any], schema: str = "parameters") -> tuple[Tool, ...]:
     if not value:
         return ()
-    if len(value) > MAX_TOOLS:
-        raise bad_request(f"tools has {len(value)} entries; at most {MAX_TOOLS} are allowed", "tools")
+    check_entries("tools", value, MAX_TOOLS)
     tools = [_tool(function_of(each, f"tools[{index}]"), f"tools[{index}]", schema) for index, each in enumerate(value)]
+    if len(json.dumps([tool.rendered() for tool in tools], ensure_ascii=False)) > MAX_TOOL_CHARS:
+        raise bad_request(f"tools have over {MAX_TOOL_CHARS} characters in all", "tools")
     names = set[str]()
     for index, tool in enumerate(tools):
         if tool.name in names:

@@ -79,6 +79,7 @@ class Generation:
     ) -> None:
         for each in self._runs:
             self._caller.abort(each)
+        self._inbox.error = None  # its traceback leads back here, and to the prompt
 
     @property
     def request_ids(self) -> list[str]:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
 
 from cadenza.errors import CadenzaError
 from cadenza.prompts import Prompt
-from cadenza.sampling_params import SamplingParams
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 from gateway_svc.dialects import vllm_engine_pb2 as pb
-from gateway_svc.fields.sampling import check_number_of_choices
+from gateway_svc.http.bodies.apart import SHORT_BYTES
 from gateway_svc.http.errors import ApiError, bad_request
-from gateway_svc.off_loop import off_loop
 from gateway_svc.rpc.calls import Context, key_of, write
 from gateway_svc.scheduler.generation import Generation, GenerationJob
 from gateway_svc.state import State
 from gateway_svc.vllm.answers import VllmAnswers
+from gateway_svc.vllm.parameters import read_params, sampling_params
 
 _REFUSED = {
     "kv_transfer_params": "prefill and decode are not split",
@@ -25,18 +23,6 @@ _REFUSED = {
     "extra_mm_inputs": "the model reads text alone",
     "media_refs": "the model reads text alone",
 }
-_PLAIN = ("frequency_penalty", "presence_penalty", "min_p", "top_k", "min_tokens", "ignore_eos", "skip_special_tokens")
-_FLAGS = ("include_stop_str_in_output",)
-_OPTIONAL: tuple[Literal["temperature", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens"], ...] = (
-    "temperature",
-    "logprobs",
-    "prompt_logprobs",
-    "seed",
-    "truncate_prompt_tokens",
-)
-_LISTS = ("stop", "stop_token_ids")
-_POSITIVE = ("top_p", "repetition_penalty", "n")
-"""0 is no value of theirs, and so as absent."""
 
 
 async def generate(state: State, running: RunningRequests, request: pb.GenerateRequest, context: Context) -> None:
@@ -49,7 +35,11 @@ async def generate(state: State, running: RunningRequests, request: pb.GenerateR
     num_bytes = request.ByteSize()
     if num_bytes > MAX_REQUEST_BYTES:
         raise bad_request(f"the request has {num_bytes} bytes, and can have {MAX_REQUEST_BYTES} at most")
-    params = await off_loop(num_bytes, sampling_params, request.sampling_params)
+    if request.sampling_params.ByteSize() <= SHORT_BYTES:
+        params = sampling_params(request.sampling_params)
+    else:
+        who = await state.payer(key, context.peer().rpartition(":")[0])
+        params = await state.long_bodies.read(who, read_params, request.sampling_params.SerializeToString())
     job = GenerationJob([_prompt(request)], params)
     answers = VllmAnswers(params)
     async with Generation(caller, job, is_streamed=request.stream) as generation:
@@ -93,35 +83,6 @@ def _check_refused(request: pb.GenerateRequest) -> None:
         raise ApiError(501, f"{name} is not supported: {_REFUSED[name]}")
     if request.kv_transfer_params_json.strip() not in ("", "{}", "null"):
         raise ApiError(501, f"kv_transfer_params_json is not supported: {_REFUSED['kv_transfer_params']}")
-
-
-def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """The parameters; texts are made only where stop strings are looked for. Raises ApiError."""
-    values: dict[str, Any] = {name: getattr(message, name) for name in (*_PLAIN, *_FLAGS)}
-    values |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
-    values |= {name: getattr(message, name) for name in _POSITIVE if getattr(message, name)}
-    values |= {name: list(getattr(message, name)) for name in _LISTS}
-    values["max_tokens"] = message.max_tokens if message.HasField("max_tokens") else None
-    values["detokenize"] = bool(message.stop)
-    if values.get("seed", 0) < 0:
-        values["seed"] %= 2**64  # a seed of 64 bits is any number; -1 here is a number too
-    if message.logit_bias:
-        values["logit_bias"] = dict(message.logit_bias)
-    constraint = message.WhichOneof("constraint")
-    if constraint is not None:
-        values["structured_outputs"] = _constraint(message, constraint)
-    try:
-        params = SamplingParams(**values)
-    except ValueError as error:
-        raise bad_request(f"sampling_params.{error}"[:500]) from None
-    check_number_of_choices(params.n, "sampling_params.n")
-    return params
-
-
-def _constraint(message: pb.SamplingParams, name: str) -> dict[str, Any]:
-    if name == "choice":
-        return {"choice": list(message.choice.choices)}
-    return {"json" if name == "json_schema" else name: getattr(message, name)}
 
 
 class AbortedError(CadenzaError):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from gateway_svc.openai import tokens
-from gateway_svc.requests import messages, responses
+from gateway_svc.http.bodies.apart import LongBodies
 from tests.helpers.gateway.gateway import gateway
 from tests.helpers.models.chat_templates import TIME
 from tests.helpers.models.tool_models import call_text, hermes_tokenizer, scripts
@@ -86,17 +83,14 @@ async def test_logprobs_belong_to_the_item_that_their_tokens_made(hermes):
 
 async def test_large_bodies_are_read_off_the_loop(hermes, monkeypatch):
     hermes.script("Yes")
-    threads = []
-    for module, name in ((responses, "response_prompt"), (messages, "messages_prompt"), (tokens, "rendered_prompt")):
-        work = getattr(module, name)
+    apart, read = list[str](), LongBodies.read
 
-        def wrapped(*arguments, work=work):
-            threads.append(threading.current_thread())
-            return work(*arguments)
+    async def recorded(bodies, who, function, raw):
+        apart.append(who)
+        return await read(bodies, who, function, raw)
 
-        monkeypatch.setattr(module, name, wrapped)
-    for size, is_loop in ((10, True), (70_000, False)):
-        threads.clear()
+    monkeypatch.setattr(LongBodies, "read", recorded)
+    for size, num_apart in ((10, 0), (70_000, 4)):
         text = "a" * size
         expected = 200 if size == 10 else 400  # the model has no room for it
         await hermes.post(RESPONSES, {"input": text, "seed": 1}, expected)
@@ -104,7 +98,7 @@ async def test_large_bodies_are_read_off_the_loop(hermes, monkeypatch):
         await hermes.post(MESSAGES, {"model": "toy", "max_tokens": 9, "messages": turns}, expected)
         await hermes.post(f"{MESSAGES}/count_tokens", {"model": "toy", "messages": turns})
         await hermes.post("/tokenize", {"messages": turns})
-        assert [each is threading.main_thread() for each in threads] == [is_loop] * 4
+        assert len(apart) == num_apart
 
 
 async def test_qwen_coders_arguments_are_what_their_schema_says(hermes_folder):

@@ -1,0 +1,95 @@
+"""Long grammars: long GBNF is converted in another process, and a slow first mask has a thread of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from cadenza_common.grammar import gbnf
+from cadenza_common.grammar.compiling import GrammarError, to_grammar
+from cadenza_common.grammar.spec import GrammarSpec
+from cadenza_common.grammar.table import TableSource, table_source
+from executor_svc.structured.compiler import Compiled, Compiler
+from executor_svc.structured.mask_threads import SLOW_S, MaskThreads
+from executor_svc.structured.matcher import GrammarState
+from tests.helpers.paths import ROOT
+
+LONG = "root ::= " + " | ".join(f"r{i}" for i in range(200)) + "\n"
+LONG += "".join(f'r{i} ::= "a{i}" [a-z]+\n' for i in range(200))
+
+
+@pytest.fixture(scope="module")
+def source() -> TableSource:
+    found = table_source(str(ROOT / "models" / "cadenza-demo"), 2048, [1])
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    run, started = subprocess.run, list[str]()
+
+    def recorded(command: list[str], **options: object) -> object:
+        started.append(command[-1])
+        return run(command, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(gbnf.subprocess, "run", recorded)
+    return started
+
+
+def test_long_gbnf_is_converted_in_another_process(processes: list[str]) -> None:
+    spec = GrammarSpec("grammar", LONG)
+    assert to_grammar(spec, None, apart=True) == to_grammar(spec, None)
+    assert processes == ["cadenza_common.grammar.gbnf"]
+
+
+def test_short_gbnf_and_lark_are_not(processes: list[str]) -> None:
+    lark = "start: " + " | ".join(f'"a{i}"' for i in range(2000))
+    for text in ('root ::= "a"', lark):
+        to_grammar(GrammarSpec("grammar", text), None, apart=True)
+    assert processes == []
+
+
+def test_its_error_is_the_converters() -> None:
+    spec = GrammarSpec("grammar", LONG + "r ::= (((\n")
+    messages = []
+    for apart in (True, False):
+        with pytest.raises(GrammarError) as error:
+            to_grammar(spec, None, apart=apart)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_the_first_mask_is_made_where_the_grammar_is_compiled(
+    source: TableSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, warm = list[str](), Compiled.warm
+
+    def recorded(compiled: Compiled, vocab_size: int) -> None:
+        threads.append(threading.current_thread().name)
+        warm(compiled, vocab_size)
+
+    monkeypatch.setattr(Compiled, "warm", recorded)
+    compiled = Compiler(source).request(GrammarSpec("regex", "a+")).result()
+    assert [name.partition("_")[0] for name in threads] == ["compiling"]
+    assert compiled.first_s > 0
+
+
+@pytest.mark.parametrize(("first_s", "name"), [(SLOW_S / 2, "masks"), (2 * SLOW_S, "grammars")])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_slow_first_mask_has_a_thread_of_its_own(
+    source: TableSource, first_s: float, name: str, is_there: bool
+) -> None:
+    state = GrammarState(GrammarSpec("regex", "a+"), Compiler(source), 0)
+    after, threads = Future[Compiled](), list[str]()
+    compiled = Compiled(None, first_s=first_s)
+    if is_there:
+        after.set_result(compiled)
+    done = MaskThreads(4).run(state, lambda: threads.append(threading.current_thread().name), after=after)
+    if not is_there:
+        after.set_result(compiled)
+    done.result(20)
+    assert [each.partition("_")[0] for each in threads] == [name]

@@ -95,7 +95,7 @@ Each API has its own shape: `{"error": {"message", "type", "param", "code"}}`, a
 | 409 | the id is in use |
 | 413 | the body is over `--http-max-body-mb`, a prompt over 1.5 MB, or the body takes too much time or memory to read |
 | 415 | the body is compressed with something else than gzip or deflate |
-| 429, with `Retry-After` | the queue is full, a limit of the tenant is reached, `--http-max-requests`, or too many long bodies wait |
+| 429, with `Retry-After` | the queue is full, a limit of the tenant, `--http-max-requests`, too many long bodies |
 | 500 | the request failed while it ran, as by logits that are not finite; nothing of it is an answer |
 | 503, with `Retry-After` | the scheduler is away for over 10 s, has no executor, or the gateway stops |
 | 504 | a deadline passed |

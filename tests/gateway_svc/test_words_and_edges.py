@@ -148,11 +148,12 @@ async def test_what_is_no_http_is_answered_in_json(g, head, says):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_field_that_is_too_large_is_named(g, path):
     many = {str(each): 1.0 for each in range(200_000)}
-    error = (await g.post(path, BODIES[path] | {"logit_bias": many}, 400))["error"]
-    assert (error["param"], error["message"].partition(" ")[0]) == ("logit_bias", "logit_bias:")
-    error = (await g.post(path, BODIES[path] | {"logit_bias": dict(list(many.items())[:30_000])}, 400))["error"]
-    assert error["param"] == "logit_bias"
-    assert "most of them here" in error["message"]
+    for count in (200_000, 30_000):
+        error = (await g.post(path, BODIES[path] | {"logit_bias": dict(list(many.items())[:count])}, 400))["error"]
+        assert (error["param"], error["message"]) == (
+            "logit_bias",
+            f"logit_bias has {count} entries; at most 2048 are allowed",
+        )
     error = (await g.post(path, BODIES[path] | {"logit_bias": dict(list(many.items())[:3_000])}, 400))["error"]
     assert (error["param"], error["message"]) == (
         "logit_bias",

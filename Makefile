@@ -42,7 +42,7 @@ WITHOUT_LONG := -m 'not long and not real'
 DOCS_TESTS := tests/benchmarks tests/cadenza_loadtest/test_report.py tests/cadenza_loadtest/test_report_titles.py \
   tests/docs/test_extending.py tests/scheduler_svc/test_scheduler_docs.py tests/service/examples tests/service/test_chat_terminal.py \
   tests/service/test_documents_run.py tests/service/test_first_minutes.py tests/service/test_lora_page.py \
-  tests/service/test_page_in_chromium.py
+  tests/service/test_page_in_chromium.py tests/service/test_questions.py
 # What `make check` runs, without those marked slow: one folder for each part of the product, but for the kernels.
 FAST_TESTS := tests/cadenza tests/cadenza_* tests/gateway_svc tests/scheduler_svc tests/executor_svc tests/docs tests/simulation tests/chaos \
   $(addprefix --ignore ,$(DOCS_TESTS)) --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu

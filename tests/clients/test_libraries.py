@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tests.clients.asking import CALLS, PROMPTS, python_of, run_program
+from tests.clients.asking import CALLS, PROMPTS, python_of, run, run_program
+from tests.helpers.paths import ROOT
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
@@ -34,3 +37,10 @@ def test_langchain(server, answers, tmp_path):
     assert found["num_ends"] == 2
     assert found["completion"] == answers.texts[PROMPTS[0]]
     assert found["is_too_long"]
+
+
+def test_the_langchain_lines_of_the_page_on_questions(server, tmp_path):
+    page = (ROOT / "docs" / "questions.md").read_text()
+    (program,) = re.findall(r"^```python\n(from langchain.*?)^```$", page, re.S | re.M)
+    program = program.replace("http://127.0.0.1:8000", server.url).replace("cadenza-demo", server.name)
+    assert len(run(python_of("langchain"), "-c", program, cwd=tmp_path)) > 10

@@ -17,8 +17,9 @@ from tests.helpers.paths import ROOT
 ADDRESS = "127.0.0.1:50051"
 PROGRAMS = {
     f"{page}-{number}": program
-    for page in ("README.md", "docs/quickstart.md", "docs/debugging.md")
+    for page in ("README.md", "docs/quickstart.md", "docs/debugging.md", "docs/questions.md")
     for number, program in enumerate(re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.S | re.M))
+    if "langchain" not in program  # tests/clients/test_libraries.py runs it
 }
 WATCHES, READS_LOG = "docs/debugging.md-0", "docs/debugging.md-1"
 

@@ -21,7 +21,7 @@ from executor_svc.models.parallel.part_tensors import Cut, PartTensors, is_same_
 from executor_svc.models.parallel.split import Part
 from executor_svc.models.quantized.method import Quantization
 from executor_svc.models.quantized.rows import LazyRows
-from executor_svc.models.safetensors_file import StoredTensor, is_same_content, tensors_of
+from executor_svc.models.safetensors_file import StoredTensor, is_same_content, is_without_effect, tensors_of
 from executor_svc.models.spec import HEAD, TABLE
 from executor_svc.models.stored_names import decoder_names
 
@@ -354,9 +354,14 @@ class SafetensorsWeights(Weights):
         return scales.expand(count).contiguous()
 
     def check_all_used(self, ignored: Callable[[str], bool]) -> None:
-        """Raise LoaderError if the files hold tensors that the model has not read: they are of another model."""
+        """Raise LoaderError if the files hold tensors that the model has not read: they are of another model.
+
+        Those that change nothing may be there: empty ones, and biases that are 0.
+        """
         known = self._hashes.keys() | self._skipped
-        unused = sorted(stored for name, (_, stored) in self._places.items() if name not in known and not ignored(name))
+        left = {name: place for name, place in self._places.items() if name not in known and not ignored(name)}
+        stored = {name: self._header(path).get(name) for path, name in left.values()}
+        unused = sorted(name for name, tensor in stored.items() if tensor is None or not is_without_effect(tensor))
         if unused:
             shown = ", ".join(unused[:3]) + (", …" if len(unused) > 3 else "")
             raise LoaderError(

@@ -26,6 +26,8 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Qwen2ForCausalLM": read_qwen2,
     "Qwen3ForCausalLM": read_qwen3,
 }
+_OLD_NAMES = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+"""Names of before transformers had the model."""
 
 
 _MOST_NAMED = 200
@@ -48,7 +50,7 @@ def own_architecture(names: Sequence[str], model_type: object = None) -> str | N
 
     Without a name, or with that of the model without its head, such as LlamaModel: that of model_type.
     """
-    found = next((name for name in names if name in ARCHITECTURES), None)
+    found = next((name for each in names if (name := _OLD_NAMES.get(each, each)) in ARCHITECTURES), None)
     return found or (_MODEL_TYPES.get(str(model_type)) if has_no_head(names) else None)
 
 

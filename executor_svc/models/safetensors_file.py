@@ -139,6 +139,18 @@ def is_same_content(one: StoredTensor, other: StoredTensor, dtype: torch.dtype |
     return all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in pairs)
 
 
+def is_without_effect(stored: StoredTensor) -> bool:
+    """Return whether a tensor that no model reads changes nothing: it is empty, or a bias that is 0.
+
+    AutoGPTQ and AutoAWQ store biases of 0 for all linears. Raises LoaderError for a file that cannot be read.
+    """
+    if 0 in stored.shape:
+        return True
+    if not stored.name.endswith(".bias") or len(stored.shape) != 1 or stored.dtype is None:
+        return False
+    return not any(bool(block.any()) for block in stored.blocks(_COMPARED_BYTES // stored.dtype.itemsize))
+
+
 def tensors_of(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name; raises LoaderError for a file that is no safetensors file."""
     try:

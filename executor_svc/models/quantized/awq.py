@@ -8,7 +8,7 @@ from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.quantized.column_major import open_awq
 from executor_svc.models.quantized.options import group_of, text_of
-from executor_svc.models.quantized.tensors import CheckpointTensors, skip_zero_bias
+from executor_svc.models.quantized.tensors import CheckpointTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,6 @@ class Awq:
         """As in `method.Quantization`."""
         if tensors.find(f"{prefix}.weight") is not None:
             return None
-        skip_zero_bias(tensors, prefix)
         return open_awq(tensors, prefix, shape, self.group)
 
 

@@ -9,7 +9,7 @@ from executor_svc.models.config_fields import Fields
 from executor_svc.models.quantized.column_major import GptqKind, open_gptq
 from executor_svc.models.quantized.name_pattern import NamePattern
 from executor_svc.models.quantized.options import bits_of, group_of, pattern_of, text_of
-from executor_svc.models.quantized.tensors import CheckpointTensors, skip_zero_bias
+from executor_svc.models.quantized.tensors import CheckpointTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,6 @@ class Gptq:
         """As in `method.Quantization`."""
         if tensors.find(f"{prefix}.weight") is not None:
             return None
-        skip_zero_bias(tensors, prefix)
         kind = next((kind for pattern, kind in self.overrides if pattern.match(prefix)), self.kind)
         return open_gptq(tensors, prefix, shape, kind)
 

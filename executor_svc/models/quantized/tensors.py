@@ -69,13 +69,6 @@ def check_scales(name: str, scales: Tensor) -> None:
         raise LoaderError(f"tensor {name} has scales that are NaN or infinite")
 
 
-def skip_zero_bias(tensors: CheckpointTensors, prefix: str) -> None:
-    """Allow for a bias of zeros that the model does not have: old quantizers gave each linear one."""
-    bias = tensors.find(f"{prefix}.bias")
-    if bias is not None and bias.dtype in SCALE_TYPES and len(bias.shape) == 1 and not bool(bias.whole().any()):
-        tensors.skip(f"{prefix}.bias")
-
-
 def check_group(name: str, group: int, columns: int) -> None:
     """Raise LoaderError, by the tensor's name, for a group of columns that no kernel has."""
     if group == columns or (columns % group == 0 and (group == 16 or group % 32 == 0)):

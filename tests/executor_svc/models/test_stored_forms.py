@@ -247,6 +247,26 @@ PREFIXES = {
 }
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "granite"])
+def test_tensors_without_effect_may_be_left_over(tmp_path: Path, family: str) -> None:
+    """Biases of 0 for all linears, as AutoGPTQ writes them and what is made of its files keeps, and empty tensors."""
+    folder = make_checkpoint(tmp_path / "made", family, **({"attention_bias": False} if family == "granite" else {}))
+    expected = Model(folder).loaded.weights_digest
+
+    def edit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        linears = [name.removesuffix("weight") for name in tensors if "_proj.weight" in name or name == HEAD]
+        biases = {f"{name}bias": torch.zeros(len(tensors[f"{name}weight"]), dtype=torch.float16) for name in linears}
+        return biases | tensors | {"model.layers.1.self_attn.masked_bias": torch.zeros(0, 3)}
+
+    assert check(change(folder, edit)).loaded.weights_digest == expected
+    change(folder, lambda tensors: tensors | {f"{HEAD.removesuffix('weight')}bias": torch.eye(131)[130]})
+    with pytest.raises(LoaderError, match=r"1 tensors that the model does not use: lm_head.bias"):
+        Model(folder)
+    change(folder, lambda tensors: tensors | {"lm_head.bias": torch.zeros(131), "more.weight": torch.zeros(3)})
+    with pytest.raises(LoaderError, match=r"1 tensors that the model does not use: more.weight"):
+        Model(folder)
+
+
 @pytest.mark.parametrize("name", PREFIXES)
 @pytest.mark.parametrize("shards", [False, True])
 def test_names_with_other_words_before_them(tmp_path: Path, name: str, shards: bool) -> None:
@@ -300,6 +320,13 @@ def test_model_type_without_architectures(tmp_path: Path, family: str) -> None:
     expected = Model(folder, **options).loaded.geometry
     edit_config(folder, architectures=None)
     assert Model(folder, **options).loaded.geometry == expected
+
+
+def test_the_name_of_before_transformers(tmp_path: Path) -> None:
+    """That of decapoda-research's files, which vLLM and SGLang know, too."""
+    folder = make_llama(tmp_path / "made")
+    edit_config(folder, architectures=["LLaMAForCausalLM"])
+    assert check(folder).loaded.geometry.architecture == "LlamaForCausalLM"
 
 
 def test_a_file_beside_a_stale_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

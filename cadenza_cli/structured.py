@@ -29,7 +29,7 @@ def structured_outputs(json_schema: str | None, regex: str | None) -> Structured
 def _read(path: str) -> str:
     """Return the schema of a file, checked to be JSON; raises OptionError."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
         json.loads(text)
     except OSError as error:
         raise OptionError(f"option json-schema: {path}: {error.strerror or error}") from None

@@ -55,7 +55,7 @@ class TenantsEditor:
     def open(cls, path: str, *, create: bool = False) -> TenantsEditor:
         """Read the file; with `create` a missing one is empty. Raises OptionError."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")
         except FileNotFoundError:
             if not create:
                 raise OptionError(f"option file: {path}: there is no such file") from None

@@ -182,7 +182,7 @@ def _guarded(app: WSGIApplication, token_file: str | None) -> WSGIApplication:
 def _has_token(authorization: str, token_file: str) -> bool:
     """Whether the header names the token in the file, which is read again for each scrape."""
     try:
-        token = Path(token_file).read_text(encoding="utf-8").strip()
+        token = Path(token_file).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError):
         return False
     kind, _, given = authorization.partition(" ")

@@ -47,8 +47,8 @@ class OptionsFile:
 def read_file(path: str) -> OptionsFile:
     """Read a file; raises OptionsFileError."""
     try:
-        with open(path, "rb") as file:
-            content = tomllib.load(file)
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            content = tomllib.loads(file.read())
     except OSError as exc:
         raise OptionsFileError(f"{path}: {(exc.strerror or str(exc)).lower()}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:

@@ -52,7 +52,8 @@ def chosen_token(token: str | None) -> str | None:
     of_command = _of_command.get()
     if of_command is not None and of_command.token is not None:
         return of_command.token
-    return _checked(found, TOKEN_VARIABLE) if (found := os.environ.get(TOKEN_VARIABLE)) else None
+    found = os.environ.get(TOKEN_VARIABLE, "").strip()  # secrets of Kubernetes often end with a line end
+    return _checked(found, TOKEN_VARIABLE) if found else None
 
 
 def check_connection(host: str, token: str | None, *, has_tls: bool, insecure: bool) -> None:
@@ -69,7 +70,7 @@ def check_connection(host: str, token: str | None, *, has_tls: bool, insecure: b
 def read_token(path: str) -> str:
     """The token in a file, alone on its line; raises OptionError."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             text = file.read(2 * MAX_TOKEN_CHARS)
     except OSError as error:
         raise OptionError(f"option token-file: {path}: {(error.strerror or str(error)).lower()}") from None

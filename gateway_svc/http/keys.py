@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hmac
 import os
 
@@ -50,6 +51,7 @@ class KeyFile:
         if signature == self._signature:
             return
         with open(self._path, "rb") as file:
-            lines = [line.strip() for line in file.read(_MAX_BYTES).splitlines()]
+            text = file.read(_MAX_BYTES).removeprefix(codecs.BOM_UTF8)
+        lines = [line.strip() for line in text.splitlines()]
         self._keys = tuple(line for line in lines if line and not line.startswith(b"#"))
         self._signature = signature

@@ -93,7 +93,7 @@ def read_tenants(path: str) -> Tenants:
 def parse_tenants(content: bytes, path: str) -> Tenants:
     """Return what the content of a tenants file says; raises TenantsFileError, which names `path`."""
     try:
-        tables = tomllib.loads(content.decode())
+        tables = tomllib.loads(content.decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise TenantsFileError(f"{path}: this is not TOML: {exc}") from None
     for key in tables:

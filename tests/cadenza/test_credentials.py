@@ -28,7 +28,7 @@ def test_what_is_given_goes_before_the_command_and_that_before_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert chosen_token(None) is None
-    monkeypatch.setenv("CADENZA_TOKEN", "environment")
+    monkeypatch.setenv("CADENZA_TOKEN", "environment\r\n")
     (tmp_path / "token").write_text("  command\n")
     assert chosen_token(None) == "environment"
     with command_credentials(str(tmp_path / "token"), insecure=False):

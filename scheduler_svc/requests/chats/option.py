@@ -28,7 +28,7 @@ def read_template(value: str) -> str:
     A child process compiles it, as it may do what it likes then; blocks for some 0.1 s.
     """
     try:
-        text = Path(value).expanduser().read_text(encoding="utf-8")
+        text = Path(value).expanduser().read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ChatTemplateOptionError(f"the file {value!r} is no text") from None
     except (OSError, ValueError) as error:

@@ -84,7 +84,7 @@ class _Search:
         if not shown:
             return  # it shows no chat of this kind in any form: nothing can be said
         yield from self._content("assistant", (_USER, _ASSISTANT, _AGAIN), "Qmassistant")
-        yield from self._try("merges_turns", (_USER, _AGAIN), self.tools, ("Qmuser", "Qmagain"))
+        yield from self._try(replace(self.form, merges_turns=True), (_USER, _AGAIN), self.tools, ("Qmuser", "Qmagain"))
         shown = yield from self._content("system", (_SYSTEM, _USER), "Qmsystem")
         if not shown:
             self.form = replace(self.form, shows_system=False)
@@ -96,9 +96,11 @@ class _Search:
             yield from self._raw_arguments(tools)
         asked = MessageFields("assistant", tool_calls=(replace(_CALL, id=_LONG_ID),))
         chat = (_USER, asked, replace(_RESULT, tool_call_id=_LONG_ID))
-        yield from self._try("short_ids", chat, tools, _CALL_MARKS)
+        yield from self._try(replace(self.form, short_ids=True), chat, tools, _CALL_MARKS)
         asked = MessageFields("assistant", "Qmsaid", (_CALL,), reasoning_content="Qmthought")
-        yield from self._try("joins_thought", (_USER, asked, _RESULT), tools, (*_CALL_MARKS, "Qmsaid"))
+        yield from self._try(
+            replace(self.form, joins_thought=True), (_USER, asked, _RESULT), tools, (*_CALL_MARKS, "Qmsaid")
+        )
 
     def _text(
         self, messages: tuple[MessageFields, ...], form: TemplateForm, tools: tuple[str, ...] | None = None
@@ -113,11 +115,10 @@ class _Search:
         return answer
 
     def _try(
-        self, name: str, messages: tuple[MessageFields, ...], tools: tuple[str, ...], marks: tuple[str, ...]
+        self, other: TemplateForm, messages: tuple[MessageFields, ...], tools: tuple[str, ...], marks: tuple[str, ...]
     ) -> Generator[ChatJob, str | ChatError, None]:
-        """Set a field of the form where a chat's marks are shown with it, and not without it."""
-        with_it = replace(self.form, **{name: True})
-        for form in (self.form, with_it):
+        """Take another form where it shows a chat's marks, and that at hand does not."""
+        for form in (self.form, other):
             text = yield from self._text(messages, form, tools)
             if isinstance(text, str) and all(mark in text for mark in marks):
                 self.form = form

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cadenza.outputs import CompletionOutput
@@ -22,7 +24,7 @@ MARKERS = {
 THOUGHT = (Marker(Role.THOUGHT, "<think>"), Marker(Role.THOUGHT_END, "</think>"))
 
 
-def read(tools: ToolFormat, text: str, opening: Opening = Opening.OPEN, reason: str = "stop") -> Message:
+def read(tools: ToolFormat, text: str, opening: Opening = Opening.OPEN, reason: Any = "stop") -> Message:
     """The message of an output, which is the same for every cut."""
     formats = Formats(tools, "qwen3", tuple(Marker(*each) for each in MARKERS[tools]), THOUGHT)
     found = []

@@ -6,6 +6,7 @@ The limits are the same in every process, so that whether a constraint is refuse
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from cadenza_common.grammar.gbnf import as_lark
@@ -28,6 +29,9 @@ _LIMITS: dict[str, Any] = {
 """Of llguidance's ParserLimits: 5,000,000 units of lexer fuel are some 100 ms, 50,000 items 3 ms."""
 _OBJECT = '{"type": "object"}'
 _MAX_MESSAGE = 500
+_OF_SCHEMA = "failed to compile JSON schema"
+_LISTING = re.compile(r"\n\s*1 \| ")
+"""Where a grammar is shown behind an error."""
 _NOT_VERBOSE, _NO_TEXT = "<non-verbose/>", "NoExtensionBias"
 """In messages of llguidance: that they are short, and its name for a language without a text."""
 
@@ -86,6 +90,8 @@ def to_grammar(spec: GrammarSpec, table: Any, *, apart: bool = False) -> str:
 
 def short(message: str) -> str:
     """Return a message in one line, cut to a length that an error may have."""
+    if _OF_SCHEMA in message:  # in a grammar that is ours: its place and its text say nothing to who wrote the schema
+        message = _LISTING.split(message[message.index(_OF_SCHEMA) :])[0]
     # A panic of the library comes with its stack.
     line = " ".join(message.partition("<backtrace>")[0].replace(_NOT_VERBOSE, "").split())
     line = line.replace(_NO_TEXT, "no text fits: it allows nothing, or refers to itself without an end")

@@ -110,6 +110,8 @@ def _parse_message(message: object, spot: str) -> ChatMessage:
     name = _text(given.pop("name", None), f"{spot}: name") or ""
     if given:
         raise ValueError(f"{spot} cannot have {', '.join(sorted(map(str, given)))}")
+    if content is None and role == "tool" and "content" in message:
+        content = ""  # a tool that gives nothing back
     if content is None and not tool_calls and thought is None and "content" not in message:
         raise ValueError(f"{spot}: content is missing")
     if content is not None or not (tool_calls or thought is not None):

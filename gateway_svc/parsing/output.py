@@ -12,6 +12,7 @@ from gateway_svc.parsing.calls import CallParser, shown_of
 from gateway_svc.parsing.formats import Formats
 from gateway_svc.parsing.hermes import HermesParser
 from gateway_svc.parsing.mistral import MistralParser
+from gateway_svc.parsing.open_thought import OpenThought
 from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Part, Piece, Role, Thought
 from gateway_svc.parsing.pieces import PieceReader
 from gateway_svc.parsing.pythonic import PythonicParser
@@ -56,9 +57,7 @@ class Reading:
         return opening is Opening.OPEN or (opening is Opening.MAYBE and self.formats.always_thinks)
 
 
-def _call_parser(reading: Reading) -> CallParser | None:
-    if not reading.has_calls:
-        return None
+def _call_parser(reading: Reading) -> CallParser:
     names: Collection[str] = frozenset(reading.tools)
     match reading.formats.tools:
         case "hermes":
@@ -89,7 +88,8 @@ class OutputParser:
             if formats.reasoning is None
             else ReasoningSplitter(is_open=reading.is_open(prompt_ids), is_past=reading.opening is Opening.ANSWERING)
         )
-        self._calls = _call_parser(reading)
+        self._calls = _call_parser(reading) if reading.has_calls else None
+        self._open_thought = OpenThought(lambda: _call_parser(reading)) if self._calls and self._thought else None
         self._is_parallel = reading.is_parallel
         self._owners = TokenOwners(self._reader.text_ends) if with_tokens else None
         self.has_calls = False
@@ -113,6 +113,7 @@ class OutputParser:
             for each in (piece,) if self._owners is None else self._owners.split(piece):
                 self._take(each, parts)
         if delta.finished():
+            self._end_open_thought(parts, is_cut=delta.finish_reason != "stop")
             for rest in () if self._thought is None else self._thought.finish():
                 self._answer(rest, parts)
             if self._calls is not None:
@@ -124,11 +125,31 @@ class OutputParser:
         return () if self._owners is None else self._owners.rest()
 
     def _take(self, piece: Piece, parts: list[Part]) -> None:
-        for each in (piece,) if self._thought is None else self._thought.feed(piece):
+        if self._thought is None:
+            self._answer(piece, parts)
+        elif self._open_thought is not None and self._thought.is_open:
+            for own in self._open_thought.feed(piece):
+                self._think(own, parts)
+        else:
+            self._think(piece, parts)
+
+    def _think(self, piece: Piece, parts: list[Part]) -> None:
+        for each in () if self._thought is None else self._thought.feed(piece):
             if isinstance(each, Thought):
                 self._add(each, parts)
             else:
                 self._answer(each, parts)
+
+    def _end_open_thought(self, parts: list[Part], *, is_cut: bool) -> None:
+        """The output ends, perhaps with calls in a thought that was never closed."""
+        if self._open_thought is None or self._thought is None:
+            return
+        pieces, calls = self._open_thought.finish(is_cut=is_cut)
+        for piece in pieces:
+            self._think(piece, parts)
+        if calls:
+            self._thought.close(self._open_thought.num_tokens)
+            self._add_all(iter(calls), parts)
 
     def _answer(self, piece: Piece, parts: list[Part]) -> None:
         if self._calls is not None:

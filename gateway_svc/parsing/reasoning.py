@@ -31,6 +31,15 @@ class ReasoningSplitter:
         if is_open:
             self.num_tokens = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the output is within a thought."""
+        return self._state is _State.OPEN
+
+    def close(self, num_tokens: int) -> None:
+        """The thought has ended without a marker, with so many tokens."""
+        self._state, self.num_tokens = _State.DONE, num_tokens
+
     def feed(self, piece: Piece) -> Iterator[Thought | Piece]:
         """Take one piece; gives the thought's text, and pieces of the answer, where markers of thoughts are text."""
         match self._state:

@@ -74,6 +74,8 @@ def test_chats():
     assert parse_chats([{"role": "user", "content": ""}]) == [Prompt(messages=[ChatMessage("user", "")])]
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert parse_chats(parts)[0].messages == [ChatMessage("user", "ab")]
+    nothing = {"role": "tool", "tool_call_id": "1", "content": None}
+    assert parse_chats([nothing])[0].messages == [ChatMessage("tool", "", tool_call_id="1")]
     for bad, message in (
         ("hello", "conversation"),
         ([], "at least one"),

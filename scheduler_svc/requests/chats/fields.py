@@ -113,6 +113,12 @@ class TemplateForm:
     raw_arguments: RawArguments = "text"
     shows_system: bool = True
     """Whether a first system message is shown; else its text begins the first turn of the user."""
+    merges_turns: bool = False
+    """Whether turns of the user that follow each other are one."""
+    short_ids: bool = False
+    """Whether ids of calls are nine letters and digits."""
+    joins_thought: bool = False
+    """Whether text beside a thought and calls stands in the thought."""
     no_tools: str = ""
     """Why tools are refused; empty: they are not."""
     no_calls: str = ""

@@ -42,6 +42,7 @@ _SCHEMA = {
 _TOOLS = (
     json.dumps({"type": "function", "function": {"name": _TOOL, "description": "a function", "parameters": _SCHEMA}}),
 )
+_LONG_ID = "call_qmid00001"
 _ID = "qmid00001"
 """Of nine letters and digits, which templates of Mistral demand."""
 _CALL = ToolCallFields(_TOOL, '{"qmname": "Qmvalue", "exact": true}', _ID)
@@ -83,13 +84,23 @@ class _Search:
         if not shown:
             return  # it shows no chat of this kind in any form: nothing can be said
         yield from self._content("assistant", (_USER, _ASSISTANT, _AGAIN), "Qmassistant")
+        yield from self._try(replace(self.form, merges_turns=True), (_USER, _AGAIN), self.tools, ("Qmuser", "Qmagain"))
         shown = yield from self._content("system", (_SYSTEM, _USER), "Qmsystem")
         if not shown:
             self.form = replace(self.form, shows_system=False)
         tools = yield from self._tools()
         yield from self._calls(tools)
-        if not self.form.no_calls and not self.form.text_arguments:
+        if self.form.no_calls:
+            return
+        if not self.form.text_arguments:
             yield from self._raw_arguments(tools)
+        asked = MessageFields("assistant", tool_calls=(replace(_CALL, id=_LONG_ID),))
+        chat = (_USER, asked, replace(_RESULT, tool_call_id=_LONG_ID))
+        yield from self._try(replace(self.form, short_ids=True), chat, tools, _CALL_MARKS)
+        asked = MessageFields("assistant", "Qmsaid", (_CALL,), reasoning_content="Qmthought")
+        yield from self._try(
+            replace(self.form, joins_thought=True), (_USER, asked, _RESULT), tools, (*_CALL_MARKS, "Qmsaid")
+        )
 
     def _text(
         self, messages: tuple[MessageFields, ...], form: TemplateForm, tools: tuple[str, ...] | None = None
@@ -102,6 +113,16 @@ class _Search:
             raise answer
         self.is_rendered = self.is_rendered or isinstance(answer, str)
         return answer
+
+    def _try(
+        self, other: TemplateForm, messages: tuple[MessageFields, ...], tools: tuple[str, ...], marks: tuple[str, ...]
+    ) -> Generator[ChatJob, str | ChatError, None]:
+        """Take another form where it shows a chat's marks, and that at hand does not."""
+        for form in (self.form, other):
+            text = yield from self._text(messages, form, tools)
+            if isinstance(text, str) and all(mark in text for mark in marks):
+                self.form = form
+                return
 
     def _content(
         self, role: str, messages: tuple[MessageFields, ...], mark: str

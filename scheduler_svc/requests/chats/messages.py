@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,7 @@ from scheduler_svc.requests.chats.json_objects import MAX_DEPTH, is_deeper, refu
 _SYSTEM = ("system", "developer")
 _BETWEEN = "\n\n"
 """Texts that become one."""
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 Placed = tuple[int, MessageFields]
 """A message, and its index in the chat."""
 
@@ -33,6 +36,11 @@ def arranged(messages: Sequence[MessageFields], form: TemplateForm, *, folds: bo
 
     folds: the text of each later one stands in a turn of the user, as that of the first where none is shown.
     """
+    placed = _in_order(messages, form, folds=folds)
+    return _merged(placed) if form.merges_turns else placed
+
+
+def _in_order(messages: Sequence[MessageFields], form: TemplateForm, *, folds: bool) -> list[Placed]:
     placed = list(enumerate(messages))
     head = _leading(placed)
     rest = [(index, _as_system(each)) for index, each in placed[len(head) :]]
@@ -93,6 +101,19 @@ def _put_last(made: list[Placed], waiting: list[Placed]) -> None:
         made.append((waiting[0][0], MessageFields("user", _BETWEEN.join(texts))))
 
 
+def _merged(placed: list[Placed]) -> list[Placed]:
+    """Return the messages with turns of the user that follow each other as one."""
+    made: list[Placed] = []
+    for index, message in placed:
+        before = made[-1][1] if made else None
+        if before is not None and before.role == message.role == "user" and before.name == message.name:
+            texts = [each for each in (before.content, message.content) if each]
+            made[-1] = made[-1][0], replace(message, content=_BETWEEN.join(texts))
+        else:
+            made.append((index, message))
+    return made
+
+
 def in_form(placed: Sequence[Placed], form: TemplateForm) -> list[dict[str, Any]]:
     """Return messages as a template reads them; raises ChatError."""
     return [_message(each, f"messages[{index}]", form) for index, each in placed]
@@ -103,6 +124,9 @@ def _message(message: MessageFields, path: str, form: TemplateForm) -> dict[str,
 
     So transformers gives them to templates: many ask whether there are `tool_calls`, and write None as "None".
     """
+    if form.joins_thought and message.tool_calls and message.content and message.reasoning_content:
+        thought = _BETWEEN.join((message.reasoning_content, message.content))
+        message = replace(message, content=None, reasoning_content=thought)
     given: dict[str, Any] = {"role": message.role}
     content = message.content
     if message.tool_calls and not content:
@@ -120,16 +144,24 @@ def _message(message: MessageFields, path: str, form: TemplateForm) -> dict[str,
         given["tool_calls"] = [
             _tool_call(each, f"{path}.tool_calls[{index}]", form) for index, each in enumerate(message.tool_calls)
         ]
-    for name in ("tool_call_id", "name"):
-        if getattr(message, name):
-            given[name] = getattr(message, name)
+    if message.tool_call_id:
+        given["tool_call_id"] = _id(message.tool_call_id, form)
+    if message.name:
+        given["name"] = message.name
     return given
+
+
+def _id(text: str, form: TemplateForm) -> str:
+    """Return the id of a call, of nine letters and digits where the template demands it: of equal ids, an equal one."""
+    if not form.short_ids or _SHORT_ID.fullmatch(text):
+        return text
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _tool_call(call: ToolCallFields, path: str, form: TemplateForm) -> dict[str, Any]:
     arguments = _arguments(call.arguments, f"{path}.arguments", form)
     given = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
-    return {"id": call.id, **given} if call.id else given
+    return {"id": _id(call.id, form), **given} if call.id else given
 
 
 def _arguments(text: str, path: str, form: TemplateForm) -> Any:

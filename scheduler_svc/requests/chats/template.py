@@ -29,6 +29,7 @@ from scheduler_svc.requests.chats.fields import (
     quoted,
 )
 from scheduler_svc.requests.chats.messages import Placed, arranged, is_system, later_system_texts
+from scheduler_svc.requests.chats.tools import full_tools
 from scheduler_svc.requests.chats.variables import template_variables
 
 _OPEN_END = "CADENZA_OPEN_END "
@@ -52,7 +53,25 @@ def compile_template(source: str, field: str = "") -> jinja2.Template:
 def render(
     template: jinja2.Template, chat: ChatFields, special_tokens: Mapping[str, Any], form: TemplateForm = _FORM
 ) -> str:
-    """Return a chat as text, with messages in this form; raises ChatError."""
+    """Return a chat as text, with messages in this form; raises ChatError.
+
+    Tools that a template refuses are shown once more as it may expect them.
+    """
+    try:
+        return _rendered(template, chat, special_tokens, form)
+    except ChatError as error:
+        full = full_tools(chat.tools)
+        if full == chat.tools:
+            raise
+        try:
+            return _rendered(template, replace(chat, tools=full), special_tokens, form)
+        except ChatError:
+            raise error from None
+
+
+def _rendered(
+    template: jinja2.Template, chat: ChatFields, special_tokens: Mapping[str, Any], form: TemplateForm
+) -> str:
     order = arranged(chat.messages, form)
     later = later_system_texts(chat)
     if later and not _shows_marks(template, chat, special_tokens, form, folds=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -101,3 +102,24 @@ def test_a_size_that_is_no_integer_is_refused():
 def test_what_no_text_fits_is_refused_in_words(kind, text):
     error = what_is_wrong({"kind": kind, "text": text}, TABLE)
     assert error == "no text fits: it allows nothing, or refers to itself without an end"
+
+
+@pytest.mark.parametrize(
+    ("schema", "error"),
+    [
+        ({"type": "array", "uniqueItems": True}, r'Unimplemented keys: \["uniqueItems"\]'),
+        ({"type": "string", "pattern": "^a($"}, r"regex parse error: \^a\(\$ \^ error: unclosed group"),
+        (
+            {"type": "string", "pattern": "^(?!a)b$"},
+            "look-around, including look-ahead and look-behind, is not supported",
+        ),
+    ],
+)
+def test_errors_of_a_schema_show_no_grammar_around_it(schema, error):
+    """As behind a thought, in a Lark grammar that no client wrote."""
+    text = '%llguidance {}\nstart: ("<think>")? answer\nanswer: %json ' + json.dumps(schema)
+    for kind, constraint in (("json_schema", json.dumps(schema)), ("grammar", text)):
+        found = what_is_wrong({"kind": kind, "text": constraint}, TABLE)
+        assert re.fullmatch(f"failed to compile JSON schema: .*{error}.*", f"failed to compile JSON schema: {found}")
+        assert "<think>" not in found
+        assert "%json" not in found

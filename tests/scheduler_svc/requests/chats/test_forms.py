@@ -60,7 +60,7 @@ def text_of(template: str, messages: list[dict[str, Any]], **options: Any) -> st
 
 def test_what_transformers_passes_is_kept_where_it_is_shown() -> None:
     assert changes(HERMES) == changes(HERMES, "string") == {}
-    assert changes(MISTRAL) == {"shows_system": False}, "but in a turn that follows"
+    assert changes(MISTRAL) == {"shows_system": False, "short_ids": True}, "but in a turn that follows"
 
 
 def test_parts_where_a_template_loops_over_them() -> None:

@@ -21,6 +21,7 @@ from cadenza_launcher.services.checks import (
     check_listener,
     check_model,
     check_scaling,
+    local_path,
     own_tls,
 )
 from cadenza_launcher.services.child_process import ChildService, LogSink
@@ -85,13 +86,15 @@ class LocalServices:
         model = check_model(model)
         arguments = route_options(model, options, config=config)
         _check(arguments, host, port)
+        on_log, on_event = on_log or log_line, on_event or _logger.warning
+        if programs is None and (path := local_path(model, arguments.settings, on_event)) != model:
+            model, arguments = path, route_options(path, options, config=config)
         places = gateway_places(host, arguments.listeners, arguments.settings)
         self._tls = own_tls(arguments.settings)
         if programs is None:
             check_files(model, arguments.settings)
         kept = contextlib.ExitStack()
         address = scheduler_address(host, port, kept)
-        on_log, on_event = on_log or log_line, on_event or _logger.warning
         gateway = gateway_listeners(places, kept)
         executors, metrics_port = _make_host(arguments, programs, kept, on_log, on_event)
         self._family = Family(

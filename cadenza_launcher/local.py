@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from cadenza.errors import LocalServiceError, UnavailableError
+from cadenza_common.run_files import remove_run, write_run
 from cadenza_common.serving.stop_signals import DRAIN_TIMEOUT_S
 from cadenza_common.wire.tls import TLS
 from cadenza_launcher.services.checks import (
@@ -83,7 +84,7 @@ class LocalServices:
         programs: Programs | None = None,
         **options: Any,
     ) -> None:
-        model = check_model(model)
+        model = named = check_model(model)
         arguments = route_options(model, options, config=config)
         _check(arguments, host, port)
         on_log, on_event = on_log or log_line, on_event or _logger.warning
@@ -128,6 +129,8 @@ class LocalServices:
             self.close()
             raise
         start_watching(self._family)
+        # For `cadenza ps`, and until `stop` closes what is kept.
+        kept.callback(remove_run, write_run("servers", {"model": named, "target": self.target, "http": self.http}))
 
     def __enter__(self) -> LocalServices:
         return self

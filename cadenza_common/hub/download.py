@@ -7,15 +7,14 @@ import hashlib
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cadenza_common.hub.names import Chosen, HubError, HubName, choose
+from cadenza_common.hub.names import HubError, HubName, choose
 
 _TIMEOUT_S = 10.0
-_WEIGHTS = (".safetensors", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,14 @@ class HubFile:
     """Empty: the hub names none, as for small files."""
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What the hub lists of a repository."""
+
+    commit: str
+    files: dict[str, HubFile]
+
+
 def local_model(name: HubName, with_weights: bool = True, tell: Callable[[str], None] = lambda line: None) -> Path:
     """Return the local folder or GGUF file of a hub name; downloads what the cache lacks.
 
@@ -34,19 +41,19 @@ def local_model(name: HubName, with_weights: bool = True, tell: Callable[[str], 
     interrupted download goes on at the next call. Raises HubError; nothing is downloaded if the disk has no room.
     """
     try:
-        files = list_files(name.repo)
+        listed = list_files(name.repo)
     except HubError as error:
         return _cached(name, tell, error)
-    chosen = choose(name, files)
+    chosen = choose(name, listed.files)
     if chosen.note:
         tell(chosen.note)
     wanted = [file for file in chosen.files if with_weights or not file.endswith(".safetensors")]
-    folder = _fetch(name, {file: files[file] for file in wanted}, tell)
+    folder = _fetch(name, listed, wanted, tell)
     return folder / chosen.gguf if chosen.gguf else folder
 
 
-def list_files(repo: str) -> dict[str, HubFile]:
-    """Return a repository's files; raises HubError, of which `is_final` says whether the cache is no help."""
+def list_files(repo: str) -> Listed:
+    """Return what the hub lists of a repository; raises HubError if it has or says nothing."""
     import huggingface_hub as hub
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -62,35 +69,47 @@ def list_files(repo: str) -> dict[str, HubFile]:
         raise HubError(
             f"as a hub id it is not in the local cache, and the Hugging Face hub does not answer: {error}"
         ) from error
-    return {
-        each.rfilename: HubFile(each.size or 0, each.lfs.sha256 if each.lfs else "") for each in info.siblings or ()
-    }
+    files = info.siblings or ()
+    listed = {each.rfilename: HubFile(each.size or 0, each.lfs.sha256 if each.lfs else "") for each in files}
+    return Listed(info.sha or "main", listed)
 
 
 def _cached(name: HubName, tell: Callable[[str], None], problem: HubError) -> Path:
     """Return what the cache has; raises `problem` if it lacks the model."""
+    try:
+        found = cached_model(name, tell)
+    except HubError as error:
+        raise HubError(f"in the local cache, {error}, and {problem}") from None
+    if found is None:
+        raise problem
+    return found
+
+
+def cached_model(name: HubName, tell: Callable[[str], None] = lambda line: None) -> Path | None:
+    """Return what the cache has, without a look at the hub; None: nothing. Raises HubError for what it lacks."""
     import huggingface_hub as hub
 
     try:
         folder = Path(hub.snapshot_download(name.repo, local_files_only=True))
-        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        chosen = choose(name, files)
-    except HubError as error:
-        raise HubError(f"in the local cache, {error}, and {problem}") from None
     except Exception:  # validation, or not in the cache
-        raise problem from None
-    if not chosen.gguf and not {"config.json"} & set(files):
-        raise problem
+        return None
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    chosen = choose(name, files)
+    if not chosen.gguf and "config.json" not in files:
+        return None
     if chosen.note:
         tell(chosen.note)
     return folder / chosen.gguf if chosen.gguf else folder
 
 
-def _fetch(name: HubName, files: Mapping[str, HubFile], tell: Callable[[str], None]) -> Path:
+def _fetch(name: HubName, listed: Listed, files: Sequence[str], tell: Callable[[str], None]) -> Path:
     """Download what the cache lacks of some files; returns the folder."""
     import huggingface_hub as hub
 
-    new = {file: each for file, each in files.items() if not isinstance(_in_cache(name.repo, file), str)}
+    cached = {
+        file for file in files if isinstance(hub.try_to_load_from_cache(name.repo, file, revision=listed.commit), str)
+    }
+    new = {file: listed.files[file] for file in files if file not in cached}
     _check_disk(name, sum(each.size for each in new.values()))
     if new:
         tell(f"downloading {name.repo}: {len(new)} files, {human(sum(each.size for each in new.values()))}")
@@ -111,12 +130,6 @@ def _fetch(name: HubName, files: Mapping[str, HubFile], tell: Callable[[str], No
     if new:
         tell(f"downloaded {name.repo} in {time.monotonic() - began:.0f} s")
     return Path(folder)
-
-
-def _in_cache(repo: str, file: str) -> object:
-    import huggingface_hub as hub
-
-    return hub.try_to_load_from_cache(repo, file)
 
 
 @contextmanager
@@ -177,6 +190,3 @@ def repo_of(path: Path) -> str:
 def human(size: float) -> str:
     """Return a number of bytes for people."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:.0f} bytes"
-
-
-__all__ = ["Chosen", "HubError", "HubFile", "HubName", "human", "list_files", "local_model", "repo_of"]

@@ -83,7 +83,7 @@ def label(file: str) -> str:
 
 def choose(name: HubName, files: Collection[str]) -> Chosen:
     """Return the files that a name means among those of its repository; raises HubError."""
-    models = _ggufs(files)
+    models = models_in(files)
     if name.file:
         first = next((first for first, parts in models.items() if name.file in parts), None)
         if first is None:
@@ -123,7 +123,7 @@ def _rank(quantization: str) -> int:
     return _ORDER.index(quantization) if quantization in _ORDER else 2 * len(_ORDER)
 
 
-def _ggufs(files: Collection[str]) -> dict[str, tuple[str, ...]]:
+def models_in(files: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Return the models in GGUF by their first file, with all files; one that lacks a part is left out."""
     found: dict[str, list[str]] = {}
     for file in sorted(files):

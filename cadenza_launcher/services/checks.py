@@ -51,8 +51,8 @@ def check_model(model: str | os.PathLike[str]) -> str:
 def local_path(model: str, settings: Mapping[str, Setting], tell: Callable[[str], None]) -> str:
     """The path of a model that `check_model` has let pass: of a model of the hub in its cache, downloaded if need be.
 
-    With `simulate` and where Ray places the executors it is `model`: nothing reads it, or others do. tell: gets lines on
-    what is chosen and downloaded. Raises OptionError.
+    With `simulate` and where Ray places the executors it is `model`: nothing reads it, or others do. tell: gets lines
+    on what is chosen and downloaded. Raises OptionError.
     """
     name = parse(model)
     if _value(settings, "simulate") is not None or name is None or Path(model).exists():

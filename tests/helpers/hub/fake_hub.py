@@ -71,20 +71,20 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.state.shown.add(token)
-        for repo, folder in self.state.repos.items():
-            if self.state.token not in (None, token):
-                break
-            if path in (f"/api/models/{repo}", f"/api/models/{repo}/revision/main"):
-                return self._send_json(_info(repo, folder), with_body)
-            if path.startswith(f"/api/models/{repo}/tree/"):
-                return self._send_json(_tree(folder), with_body)
-            head = f"/{repo}/resolve/"
-            if path.startswith(head):
-                revision, _, name = path.removeprefix(head).partition("/")
-                if revision in (COMMIT, "main") and (folder / name).is_file():
-                    return self._send_file(folder / name, name, with_body)
-                return self._refuse("EntryNotFound", 404)
-        self._refuse("RepoNotFound", 401)
+        repos = self.state.repos if self.state.token in (None, token) else {}
+        repo = next((repo for repo in repos if path.startswith((f"/api/models/{repo}", f"/{repo}/"))), None)
+        if repo is None:
+            self._refuse("RepoNotFound", 401)
+        elif path in (f"/api/models/{repo}", f"/api/models/{repo}/revision/main"):
+            self._send_json(_info(repo, repos[repo]), with_body)
+        elif path.startswith(f"/api/models/{repo}/tree/"):
+            self._send_json(_tree(repos[repo]), with_body)
+        else:
+            _, _, name = path.removeprefix(f"/{repo}/resolve/").partition("/")
+            if (repos[repo] / name).is_file():
+                self._send_file(repos[repo] / name, name, with_body)
+            else:
+                self._refuse("EntryNotFound", 404)
 
     def _refuse(self, code: str, status: int) -> None:
         self.send_response(status)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cadenza_common.hub.names import HubError, HubName, choose
 
@@ -90,7 +91,8 @@ def cached_model(name: HubName, tell: Callable[[str], None] = lambda line: None)
     import huggingface_hub as hub
 
     try:
-        folder = Path(hub.snapshot_download(name.repo, local_files_only=True))
+        # No pattern: the whole repository need not be there.
+        folder = Path(hub.snapshot_download(name.repo, local_files_only=True, allow_patterns=[]))
     except Exception:  # validation, or not in the cache
         return None
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -116,7 +118,8 @@ def _fetch(name: HubName, listed: Listed, files: Sequence[str], tell: Callable[[
     began = time.monotonic()
     try:
         with _bars():
-            folder = hub.snapshot_download(name.repo, allow_patterns=[glob.escape(file) for file in files])
+            patterns = [glob.escape(file) for file in files]
+            folder = hub.snapshot_download(name.repo, allow_patterns=patterns, tqdm_class=_bar_class())
     except hub.errors.GatedRepoError:
         raise HubError(
             f"{name.repo} is gated: accept its terms at https://huggingface.co/{name.repo}, and set HF_TOKEN"
@@ -132,10 +135,23 @@ def _fetch(name: HubName, listed: Listed, files: Sequence[str], tell: Callable[[
     return Path(folder)
 
 
+def _bar_class() -> type[Any]:
+    """Return huggingface-hub's bar with the rate, which its own shows for storage in Xet only."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *given: Any, **options: Any) -> None:
+            if options.get("unit") == "B":
+                options["bar_format"] = "{desc}: {bar}| {n_fmt}B / {total_fmt}B, {rate_fmt}, {remaining} left"
+            super().__init__(*given, **options)
+
+    return Bar
+
+
 @contextmanager
 def _bars() -> Iterator[None]:
     """In the body, huggingface-hub draws bars with size and rate on a terminal, and none elsewhere."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled() or (sys.stderr is not None and sys.stderr.isatty()):
         yield

@@ -46,7 +46,8 @@ def _head(repo: str, commit: str, file: str, size: int) -> bytes:
 def _read(repo: str, commit: str, file: str, count: int) -> bytes:
     """Return the first bytes of a file."""
     import huggingface_hub as hub
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils._http import get_session, hf_raise_for_status
 
     if count == 0:
         return b""

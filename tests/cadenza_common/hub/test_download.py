@@ -103,7 +103,9 @@ def test_offline_and_unreachable(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) 
         get("me/demo")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert get("me/tiny:q4_k_m") == path
-    with pytest.raises(HubError, match=r"^in the local cache, me/tiny has no quantization Q8_0; .*HF_HUB_OFFLINE is set$"):
+    with pytest.raises(
+        HubError, match=r"^in the local cache, me/tiny has no quantization Q8_0; .*HF_HUB_OFFLINE is set$"
+    ):
         get("me/tiny:Q8_0")
 
 

@@ -329,7 +329,9 @@ def test_a_file_is_no_folder(folder: Path) -> None:
 
 def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(LoaderError, match=r"--model some/model: no such folder, .* not in the local cache, and HF_HUB_OFF"):
+    with pytest.raises(
+        LoaderError, match=r"--model some/model: no such folder, .* not in the local cache, and HF_HUB_OFF"
+    ):
         load("some/model")
 
 

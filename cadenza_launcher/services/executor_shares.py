@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cadenza_launcher.services.checks import count_gpus
 from cadenza_launcher.services.options import EXECUTOR, Setting
-from executor_svc.cpu_memory import FAMILY
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -41,9 +39,8 @@ def executor_shares(
     if gpus and count > len(gpus):
         _check_sharing(count, len(gpus), settings)
     arguments = _arguments(count, settings, shares_memory=not gpus)
-    together = {FAMILY: uuid.uuid4().hex}  # executors that divide the memory do not count each other's shares again
     return {
-        name: ExecutorShare(list(arguments), together | ({_GPUS: gpus[index % len(gpus)]} if gpus else {}))
+        name: ExecutorShare(list(arguments), {_GPUS: gpus[index % len(gpus)]} if gpus else {})
         for index, name in enumerate(names)
     }
 

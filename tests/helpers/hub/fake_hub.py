@@ -13,7 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-COMMIT = "5" * 40
 _PIECE = 1 << 16
 
 
@@ -82,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             _, _, name = path.removeprefix(f"/{repo}/resolve/").partition("/")
             if (repos[repo] / name).is_file():
-                self._send_file(repos[repo] / name, name, with_body)
+                self._send_file(repos[repo] / name, name, _commit(repo), with_body)
             else:
                 self._refuse("EntryNotFound", 404)
 
@@ -101,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         if with_body:
             self.wfile.write(body)
 
-    def _send_file(self, path: Path, name: str, with_body: bool) -> None:
+    def _send_file(self, path: Path, name: str, commit: str, with_body: bool) -> None:
         data, wanted = path.read_bytes(), self.headers.get("Range")
         start, end = 0, len(data)
         if wanted is not None:
@@ -111,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(end - start))
         if wanted is not None:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", commit)
         self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
         self.send_header("Accept-Ranges", "bytes")
         self.end_headers()
@@ -136,6 +135,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
+def _commit(repo: str) -> str:
+    return hashlib.sha256(repo.encode()).hexdigest()[:40]
+
+
 def _is_large(path: Path) -> bool:
     return path.suffix in (".gguf", ".safetensors")
 
@@ -152,7 +155,7 @@ def _info(repo: str, folder: Path) -> dict[str, Any]:
         | ({"lfs": {"sha256": sha256, "size": size, "pointerSize": 130}} if is_large else {})
         for name, size, sha256, is_large in _files(folder)
     ]
-    return {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}
+    return {"id": repo, "modelId": repo, "sha": _commit(repo), "siblings": siblings, "tags": [], "private": False}
 
 
 def _tree(folder: Path) -> list[dict[str, Any]]:

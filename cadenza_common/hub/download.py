@@ -38,8 +38,9 @@ class Listed:
 def local_model(name: HubName, with_weights: bool = True, tell: Callable[[str], None] = lambda line: None) -> Path:
     """Return the local folder or GGUF file of a hub name; downloads what the cache lacks.
 
-    with_weights: without, no safetensors file is downloaded. tell: gets lines on what is chosen and downloaded. An
-    interrupted download goes on at the next call. Raises HubError; nothing is downloaded if the disk has no room.
+    with_weights: without, no safetensors file is downloaded. tell: gets lines on what is chosen and downloaded. A
+    connection that breaks is resumed, and whole files of a call that ended are kept. Raises HubError; nothing is
+    downloaded if the disk has no room.
     """
     try:
         listed = list_files(name.repo)
@@ -126,7 +127,7 @@ def _fetch(name: HubName, listed: Listed, files: Sequence[str], tell: Callable[[
         ) from None
     except Exception as error:  # of the HTTP library too
         raise HubError(
-            f"the download of {name.repo} from the Hugging Face hub broke off, and goes on at the next try: {error}"
+            f"the download of {name.repo} from the Hugging Face hub broke off; files that are whole are kept: {error}"
         ) from error
     for file, each in new.items():
         _check_hash(name, Path(folder) / file, each.sha256)
@@ -165,11 +166,8 @@ def _bars() -> Iterator[None]:
 
 def _check_disk(name: HubName, needed: int) -> None:
     from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.file_download import repo_folder_name
 
     cache = Path(HF_HUB_CACHE)
-    blobs = cache / repo_folder_name(repo_id=name.repo, repo_type="model") / "blobs"
-    needed -= sum(path.stat().st_size for path in blobs.glob("*.incomplete"))
     place = next(path for path in (cache, *cache.parents) if path.exists())
     free = shutil.disk_usage(place).free
     if needed > free:

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,27 +67,6 @@ def test_an_interrupted_download_goes_on(hub: FakeHub, monkeypatch: pytest.Monke
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 14)  # what it has written is kept
     assert get("me/tiny").read_bytes() == GGUF.read_bytes()
     assert [(start, count) for _, start, count in hub.sent] == [(0, 1 << 16), (1 << 16, size - (1 << 16))]
-
-
-@pytest.mark.interpreter
-def test_a_killed_download_goes_on(hub: FakeHub, tmp_path: Path) -> None:
-    hub.bytes_per_s = 50_000
-    code = (
-        "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 1 << 12\n"
-        "from cadenza_common.hub.download import local_model; from cadenza_common.hub.names import HubName\n"
-        "local_model(HubName('me/tiny'))"
-    )
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT) as child:
-        until = time.monotonic() + 60
-        while not any(path.stat().st_size for path in (tmp_path / "home").rglob("*.incomplete")):
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        child.kill()
-    hub.bytes_per_s = None
-    hub.sent.clear()
-    assert get("me/tiny").read_bytes() == GGUF.read_bytes()
-    assert any(start > 0 for _, start, _ in hub.sent), "it went on, and did not begin again"
 
 
 def test_a_throttled_download(hub: FakeHub) -> None:

@@ -140,11 +140,11 @@ def _bar_class() -> type[Any]:
     """Return huggingface-hub's bar with the rate, which its own shows for storage in Xet only."""
     from huggingface_hub.utils.tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):
         def __init__(self, *given: Any, **options: Any) -> None:
             if options.get("unit") == "B":
                 options["bar_format"] = "{desc}: {bar}| {n_fmt}B / {total_fmt}B, {rate_fmt}, {remaining} left"
-            super().__init__(*given, **options)
+            super().__init__(*given, **options)  # type: ignore[no-untyped-call]
 
     return Bar
 

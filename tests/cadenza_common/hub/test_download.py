@@ -19,7 +19,9 @@ from cadenza_common.hub import download
 from cadenza_common.hub.download import local_model, repo_of
 from cadenza_common.hub.headers import headers_only
 from cadenza_common.hub.names import HubError, parse
+from executor_svc.config import ExecutorConfig
 from executor_svc.models.fit.sizes import read_sizes
+from executor_svc.models.folder import LoaderError, resolve_folder, with_local_files
 from tests.helpers.hub.fake_hub import FakeHub, fake_hub
 from tests.helpers.hub.in_process import use_hub
 from tests.helpers.paths import ROOT
@@ -146,3 +148,15 @@ def test_a_bar_with_size_and_rate_on_a_terminal(hub: FakeHub, tmp_path: Path) ->
     assert child.wait() == 0
     assert b"B/s" in seen
     assert b"113kB" in seen
+
+
+def test_an_executor_alone_finds_it(hub: FakeHub) -> None:
+    config = with_local_files(ExecutorConfig(model="me/tiny:Q8_0", speculative_model="me/demo", device="cpu"))
+    assert repo_of(Path(config.model)) == "me/tiny/tiny-Q8_0.gguf"
+    assert config.speculative_model == "me/demo", "a folder keeps its name, which stands for the tokenizer too"
+    assert resolve_folder("me/demo", with_weights=True) == get("me/demo")
+    with pytest.raises(
+        LoaderError, match=r"^--model me/tiny:Q2_K: no such folder, and me/tiny has no quantization Q2_K"
+    ):
+        with_local_files(ExecutorConfig(model="me/tiny:Q2_K", device="cpu"))
+    assert with_local_files(ExecutorConfig(model=str(DEMO), device="cpu")).model == str(DEMO)

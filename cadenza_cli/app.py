@@ -21,6 +21,7 @@ from cadenza_cli.admin import drain, executors, lora, tenants
 from cadenza_cli.chat import chat
 from cadenza_cli.connection import with_connection, with_credentials
 from cadenza_cli.load import fit_costs, loadtest, report, simulate
+from cadenza_cli.models import fit, ls, ps, pull, rm
 from cadenza_cli.service_args import FieldOption, GroupedCommand, service_fields, with_fields
 from cadenza_cli.top import top
 from cadenza_common.settings.extras import install_command
@@ -36,9 +37,14 @@ _HELP = """Cadenza serves large language models with continuous batching and a p
 A first look, with the demo model of a clone of the repository:
   cadenza demo
 A server, and requests from another terminal:
-  cadenza up FOLDER_OR_HUB_ID
+  cadenza up FOLDER_OR_HUB_ID        (such as OWNER/REPO, or OWNER/REPO:Q4_K_M)
   cadenza generate "Hello"
   cadenza chat
+Models of the Hugging Face hub: will it fit, get it, what is here, what runs:
+  cadenza fit OWNER/REPO
+  cadenza pull OWNER/REPO
+  cadenza ls
+  cadenza ps
 HTTP clients of OpenAI's and Anthropic's APIs:
   cadenza gateway --http :8000
 What it is doing, and an end without a lost request:
@@ -88,6 +94,11 @@ _COMMANDS = {
     "loadtest": _Command(
         loadtest, loadtest.loadtest, lambda: [*loadtest.load_fields(), *_for_model()], "loadtest", True
     ),
+    "pull": _Command(pull, pull.pull, extra="serve"),
+    "ls": _Command(ls, ls.ls, extra="serve"),
+    "rm": _Command(rm, rm.rm, extra="serve"),
+    "ps": _Command(ps, ps.ps, extra="serve"),
+    "fit": _Command(fit, fit.fit, extra="serve"),
     "certs": _Command(certs, certs.certs),
     "report": _Command(report, report.report),
     "simulate": _Command(simulate, simulate.simulate, simulate.simulate_fields, "loadtest,scheduler"),
@@ -101,8 +112,7 @@ _ALIASES = ("serve",)
 _ELSEWHERE = {
     "bench": "cadenza loadtest measures a server",
     "complete": "cadenza generate --raw continues a text",
-    "ps": "cadenza top shows what a server does",
-    "pull": "cadenza up MODEL downloads a model of the Hugging Face hub",
+    "list": "cadenza ls lists the models in the cache",
     "run": "cadenza up MODEL serves a model, and cadenza chat --model MODEL talks with it",
 }
 """What to use in place of commands of other programs."""

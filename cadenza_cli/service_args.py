@@ -110,9 +110,16 @@ def serving(target: str | None, model: str | None, config: str | None, options: 
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_tls_variables())  # the services started here listen on loopback
-        with console.status(f"starting both services on {model}"):
+        status = console.status(f"starting both services on {model}")  # shown once the model is there
+        try:
             # Events arrive on another thread while the answer streams: each is a line of its own.
-            services = stack.enter_context(LocalServices(model, config=config, on_event=console.print, **given))
+            services = stack.enter_context(
+                LocalServices(
+                    model, config=config, on_event=console.print, on_start=lambda names: status.start(), **given
+                )
+            )
+        finally:
+            status.stop()
         with services.naming_failure():
             yield services.target
 

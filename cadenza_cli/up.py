@@ -37,7 +37,8 @@ Examples:
   cadenza up MODEL --kserve 8001        (clients of Triton too)
   cadenza up MODEL --executors 4 --distributed-executor-backend ray
 
-MODEL is a folder, a GGUF file or a Hugging Face hub id; --model gives it too. `cadenza serve` is the same command.
+MODEL is a folder, a GGUF file or a name of the Hugging Face hub (OWNER/REPO, OWNER/REPO:Q4_K_M, OWNER/REPO/FILE.gguf);
+--model gives it too. `cadenza serve` is the same command.
 
 Prints `ready HOST:PORT` on stdout once it can serve. The effective options and the logs of the services go to stderr,
 each line with the name of the service: with several executors, executor 0, executor 1 and so on.

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from cadenza.errors import LocalServiceError, UnavailableError
+from cadenza_common.run_files import remove_run, write_run
 from cadenza_common.serving.stop_signals import DRAIN_TIMEOUT_S
 from cadenza_common.wire.tls import TLS
 from cadenza_launcher.services.checks import (
@@ -21,6 +22,7 @@ from cadenza_launcher.services.checks import (
     check_listener,
     check_model,
     check_scaling,
+    local_path,
     own_tls,
 )
 from cadenza_launcher.services.child_process import ChildService, LogSink
@@ -82,16 +84,18 @@ class LocalServices:
         programs: Programs | None = None,
         **options: Any,
     ) -> None:
-        model = check_model(model)
+        model = named = check_model(model)
         arguments = route_options(model, options, config=config)
         _check(arguments, host, port)
+        on_log, on_event = on_log or log_line, on_event or _logger.warning
+        if programs is None and (path := local_path(model, arguments.settings, on_event)) != model:
+            model, arguments = path, route_options(path, options, config=config)
         places = gateway_places(host, arguments.listeners, arguments.settings)
         self._tls = own_tls(arguments.settings)
         if programs is None:
             check_files(model, arguments.settings)
         kept = contextlib.ExitStack()
         address = scheduler_address(host, port, kept)
-        on_log, on_event = on_log or log_line, on_event or _logger.warning
         gateway = gateway_listeners(places, kept)
         executors, metrics_port = _make_host(arguments, programs, kept, on_log, on_event)
         self._family = Family(
@@ -125,6 +129,8 @@ class LocalServices:
             self.close()
             raise
         start_watching(self._family)
+        # For `cadenza ps`, and until `stop` closes what is kept.
+        kept.callback(remove_run, write_run("servers", {"model": named, "target": self.target, "http": self.http}))
 
     def __enter__(self) -> LocalServices:
         return self

@@ -23,6 +23,7 @@ from cadenza_common.wire.tls_server import ListenerFiles, credentials_of, listen
 from cadenza_common.wire.transport import EXECUTOR_PORT, bind
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
+from executor_svc.models.folder import with_local_files
 from executor_svc.plan.description import Description
 from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.service.servicer import add_services
@@ -84,7 +85,7 @@ def _build(config: ExecutorConfig, drafts: DraftSource | None, place: RankPlace 
         return build_simulated(config, drafts)
     from executor_svc.startup.build import build_model
 
-    return build_model(config, drafts, place)
+    return build_model(with_local_files(config), drafts, place)
 
 
 async def serve(

@@ -12,18 +12,19 @@ import errno
 import importlib.metadata
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from cadenza.errors import OptionError
+from cadenza_common.hub.download import list_files, local_model
+from cadenza_common.hub.names import HubError, parse
 from cadenza_common.wire.tls import TLS
 from cadenza_common.wire.tls.files import PemFile, TlsError, first_name
 from cadenza_common.wire.tls_server import is_loopback
 from cadenza_common.wire.transport import format_address
 from cadenza_launcher.services.options import LISTENER_OPTIONS, Setting
 
-_HUB_TIMEOUT_S = 10.0
 _IN_USE_HINT = "; another program listens there: choose another port, or 0 for any free one"
 
 
@@ -40,24 +41,39 @@ def check_model(model: str | os.PathLike[str]) -> str:
         return str(path.absolute())
     if path.exists():
         raise OptionError(f"option model: {model!r} is neither a folder nor a GGUF file, whose name ends in .gguf")
+    if not _is_path(model):
+        return model
     if path.suffix == ".gguf":
-        hint = "" if model.startswith(("/", ".", "~")) else "; a file of the hub must be downloaded first"
-        raise OptionError(f"option model: there is no file {model!r}{hint}")
-    if _is_path(model):
-        raise OptionError(f"option model: there is no folder {model!r}{_nearest_folder(path)}")
-    return model
+        raise OptionError(f"option model: there is no file {model!r}")
+    raise OptionError(f"option model: there is no folder {model!r}{_nearest_folder(path)}")
+
+
+def local_path(model: str, settings: Mapping[str, Setting], tell: Callable[[str], None]) -> str:
+    """The path of a model that `check_model` has let pass: of a model of the hub in its cache, downloaded if need be.
+
+    With `simulate` and where Ray places the executors it is `model`: nothing reads it, or others do. tell: gets lines
+    on what is chosen and downloaded. Raises OptionError.
+    """
+    name = parse(model)
+    if _value(settings, "simulate") is not None or name is None or Path(model).exists():
+        return model
+    try:
+        if _value(settings, "distributed_executor_backend") == "ray":
+            list_files(name.repo)
+            return model
+        return str(local_model(name, _value(settings, "load_format") != "dummy", tell))
+    except HubError as error:
+        reason = _nearest_folder(Path(model)) or f", and {error}"
+        raise OptionError(f"option model: there is no folder {model!r}{reason}") from None
 
 
 def check_files(model: str, settings: Mapping[str, Setting]) -> None:
-    """Check that the model's files are there, or that the hub has it. Nothing is checked with `simulate`."""
-    if _value(settings, "simulate") is not None:
+    """Check that the model's files are whole; nothing is checked with `simulate`, and of a model elsewhere."""
+    if _value(settings, "simulate") is not None or not Path(model).exists():
         return
     from executor_svc.errors import StartError
     from executor_svc.models.folder import check_files as check_model_files
 
-    if not Path(model).exists():
-        _check_hub(model)
-        return
     tokenizer = settings.get("tokenizer")
     if tokenizer is not None and _is_path(str(tokenizer.value)) and not Path(tokenizer.value).expanduser().exists():
         raise tokenizer.refused("tokenizer", f"there is no folder {tokenizer.value!r}")
@@ -137,8 +153,8 @@ def check_address(host: str, port: object) -> None:
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name cannot be a hub id."""
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+    """Whether a name cannot be one of the hub."""
+    return parse(name) is None
 
 
 def _value(settings: Mapping[str, Setting], name: str) -> object:
@@ -153,34 +169,6 @@ def _nearest_folder(path: Path) -> str:
         return ""
     near = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.4)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
-
-
-def _check_hub(model: str) -> None:
-    """Check that a hub id is in the local cache, or that the hub has it."""
-    import huggingface_hub as hub
-
-    try:
-        if isinstance(hub.try_to_load_from_cache(model, "config.json"), str):
-            return
-        hub.HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)
-    except Exception as error:  # of the HTTP library too, which differs between releases of the hub's client
-        reason = _nearest_folder(Path(model)) or _hub_reason(error)
-        raise OptionError(f"option model: there is no folder {model!r}{reason}") from None
-
-
-def _hub_reason(error: Exception) -> str:
-    """The end of a sentence about a missing folder: why it cannot be taken from the hub either."""
-    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
-
-    match error:
-        case HFValidationError():
-            return ", and a hub id has the form NAME or OWNER/NAME"
-        case RepositoryNotFoundError():
-            return ", and the Hugging Face hub has no such model, or only for those who set HF_TOKEN"
-        case OfflineModeIsEnabled():
-            return ", and as a hub id it is not in the local cache, and HF_HUB_OFFLINE is set"
-        case _:
-            return f", and as a hub id it is not in the local cache, and the Hugging Face hub does not answer: {error}"
 
 
 def count_gpus() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,7 @@ from cadenza_launcher.services.child_process import ChildService, LogSink, Start
 from cadenza_launcher.services.executor_shares import ExecutorShare
 from cadenza_launcher.services.ports import reserve_port
 from cadenza_launcher.services.supervised_service import SupervisedChild
+from executor_svc.cpu_memory import FAMILY
 
 
 class ExecutorChild(SupervisedChild, StartedService, Protocol):
@@ -74,6 +76,8 @@ class ThisMachine:
     ) -> None:
         """shares: by the executor's name; metrics_ports: by name too, for executors that serve metrics."""
         self._command, self._shares, self._metrics_ports, self._on_log = command, dict(shares), metrics_ports, on_log
+        # Executors that divide the memory do not take each other's pools from the free memory again.
+        self._environment = {FAMILY: uuid.uuid4().hex}
         self._kept = contextlib.ExitStack()
         self._addresses = {name: reserve_port("127.0.0.1", self._kept) for name in shares}
         self.scheduler_arguments = [part for each in self._addresses.values() for part in ("--executor", each)]
@@ -90,7 +94,7 @@ class ThisMachine:
         if name in self._metrics_ports:
             own.append(f"--metrics-port={self._metrics_ports[name]}")
         arguments = [*command.arguments, *share.arguments, *own]
-        return spawn_child(name, command.program, arguments, self._on_log, share.environment)
+        return spawn_child(name, command.program, arguments, self._on_log, self._environment | share.environment)
 
     def give_up(self, name: str) -> None:
         """As in ExecutorHost."""

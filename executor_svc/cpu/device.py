@@ -10,7 +10,6 @@ from pathlib import Path
 
 import llvmlite
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -22,11 +21,13 @@ from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding, probe_lin
 from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart
 from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding
 from executor_svc.cpu.weight_readers import WeightReaders
+from executor_svc.cpu_memory import free_memory_bytes, one_at_a_time, promise_memory
 from executor_svc.device.dense_rows import DenseRows
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores
 from executor_svc.device.kernels import Embedding, Kernels, Linear, TableEmbedding, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache, KVGroup
 from executor_svc.device.stored_linear import FewBits, Form, QuantFormat, QuantRows, StoredLinear
+from executor_svc.models.fit.text import fit_sentence
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions
 
@@ -54,24 +55,6 @@ def _form(source: QuantRows, part: PackedWeightPart) -> Form:
     if part.int8 is None:
         return "weights alone"
     return "int8 whole row" if source.whole_row_activations else "int8"
-
-
-_CGROUP = Path("/sys/fs/cgroup")
-_CGROUP_FILES = (
-    ("memory.max", "memory.current"),  # cgroup v2
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # v1, whose "no limit" is a huge number
-)
-
-
-def _cgroup_free_bytes(root: Path = _CGROUP) -> int | None:
-    """Return the bytes left of the container's memory limit, or None without a limit."""
-    for limit_file, used_file in _CGROUP_FILES:
-        try:
-            limit, used = (int((root / name).read_text()) for name in (limit_file, used_file))
-        except (OSError, ValueError):  # "max" is no number
-            continue
-        return max(0, limit - used)
-    return None
 
 
 def _processor() -> str:
@@ -225,17 +208,24 @@ class CpuDevice:
         self._readers.submit(read)
 
     def free_memory_bytes(self) -> int:
-        available = int(psutil.virtual_memory().available)
-        limited = _cgroup_free_bytes()
-        return available if limited is None else min(available, limited)
+        return free_memory_bytes()
 
     def new_kv_cache(
         self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0, draft: DraftLayers | None = None
     ) -> KVCache:
         """Size the pools: `num_gpu_blocks`, or as many blocks as fit into the options' share of the free memory.
 
-        A pool is never larger than max_num_seqs sequences of max_model_len could use.
+        A pool is never larger than max_num_seqs sequences of max_model_len could use. Other servers on this machine
+        see what it may grow to.
         """
+        with one_at_a_time():
+            pools = self._new_kv_cache(geometry, config, step_bytes, draft)
+            promise_memory((pools.num_device_blocks + pools.num_host_blocks) * pools.bytes_per_block)
+        return pools
+
+    def _new_kv_cache(
+        self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int, draft: DraftLayers | None
+    ) -> KVCache:
         head_size = self._kernels.padded_head_size(geometry.head_size)
         target = KVGroup(geometry.num_layers, geometry.num_kv_heads, head_size)
         draft = draft or DraftLayers((), 0)
@@ -251,6 +241,7 @@ class CpuDevice:
                     f"not one KV block of {size} bytes fits: {free} bytes of memory are free, and "
                     f"--gpu-memory-utilization {config.gpu_memory_utilization or _SHARE} and --num-cpu-blocks "
                     f"{config.num_cpu_blocks} leave {budget.fitting * size}"
+                    f"{fit_sentence(Path(config.model), free + weight_bytes, config)}"
                 )
             device_blocks = min(budget.fitting, budget.useful)
         elif device_blocks * size + host_bytes + step_bytes > free:

@@ -21,6 +21,7 @@ from executor_svc.models.config_fields import Fields
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.dummy_weights import DummyWeights
+from executor_svc.models.fit.text import fit_sentence
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
 from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.tensor_names import TensorNames
@@ -352,6 +353,7 @@ def check_memory(folder: Path, needed: int, what: str, max_model_len: int, devic
         raise LoaderError(
             f"{_place(folder)}: {what} for --max-model-len {max_model_len} take {needed} bytes "
             f"in {str(device.dtype).removeprefix('torch.')}, {free} bytes of memory are free"
+            f"{fit_sentence(folder, free)}"
         )
 
 

@@ -11,6 +11,9 @@ from typing import Any
 
 from cadenza_common.brief import brief, one_line
 from cadenza_common.gguf.file import GgufError, GgufFile, find_gguf, read_gguf
+from cadenza_common.hub.download import local_model
+from cadenza_common.hub.names import HubError, parse
+from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 
 _log = logging.getLogger(__name__)
@@ -23,9 +26,6 @@ _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little endian."""
 _MOST_HEADER_BYTES = 100_000_000
 """As safetensors has it."""
-_HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*"]
-_HUB_COPIES = ["consolidated*", "original/*"]
-"""Copies of the same weights in the publishers' own formats: Mistral's and Meta's."""
 
 
 class LoaderError(StartError):
@@ -37,8 +37,8 @@ class LoaderError(StartError):
 
 
 def looks_like_path(model: str) -> bool:
-    """Return whether a model's name cannot be a hub id."""
-    return model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or model in (".", "..")
+    """Return whether a model's name cannot be one of the hub."""
+    return parse(model) is None
 
 
 def resolve_folder(model: str, with_weights: bool) -> Path:
@@ -48,9 +48,24 @@ def resolve_folder(model: str, with_weights: bool) -> Path:
         return folder
     if folder.exists():
         raise LoaderError(f"--model {model}: neither a folder nor a GGUF file, whose name ends in .gguf")
-    if looks_like_path(model) or folder.suffix == ".gguf":
+    if looks_like_path(model):
         raise LoaderError(f"--model {model}: no such {'file' if folder.suffix == '.gguf' else 'folder'}")
-    return _download(model, [name for name in _HUB_FILES if with_weights or name != "*.safetensors"])
+    return _download(model, with_weights)
+
+
+def with_local_files(config: ExecutorConfig) -> ExecutorConfig:
+    """Return the options with the GGUF files of the hub, of model and draft, as paths; downloads them.
+
+    Folders of the hub keep their names here, which stand for the tokenizer too. Raises LoaderError.
+    """
+    paths = {}
+    for option in ("model", "speculative_model"):
+        name = getattr(config, option)
+        if name and not Path(name).expanduser().exists() and not looks_like_path(name):
+            path = _download(name, with_weights=config.load_format != "dummy")
+            if path.is_file():
+                paths[option] = str(path)
+    return config.model_copy(update=paths) if paths else config
 
 
 def gguf_of(model: str) -> GgufFile | None:
@@ -65,19 +80,13 @@ def gguf_of(model: str) -> GgufFile | None:
         raise LoaderError(f"--model {model}: {error}") from None
 
 
-def _download(model: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
+def _download(model: str, with_weights: bool) -> Path:
+    name = parse(model)
+    assert name is not None
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=_HUB_COPIES))
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise LoaderError(
-            f"--model {model}: no such folder, and as a hub id it is not in the local cache and the Hugging Face hub "
-            "cannot be reached (offline?)"
-        ) from error
-    except (HfHubHTTPError, ValueError, OSError) as error:
-        raise LoaderError(f"--model {model}: no such folder, and the Hugging Face hub says: {error}") from error
+        return local_model(name, with_weights, _log.info)
+    except HubError as error:
+        raise LoaderError(f"--model {model}: no such folder, and {error}") from error
 
 
 def check_files(model: Path, with_weights: bool) -> None:

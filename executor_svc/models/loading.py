@@ -14,6 +14,7 @@ import torch
 
 from cadenza_common.brief import brief
 from cadenza_common.gguf.file import GgufError, GgufFile
+from cadenza_common.hub.download import repo_of
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.interface import Device
@@ -268,7 +269,7 @@ def _geometry(
 ) -> ModelGeometry:
     shape = model.attention_shapes[0]
     return ModelGeometry(
-        name=config.model,
+        name=repo_of(Path(config.model)) or config.model,
         architecture=architecture,
         vocab_size=model.vocab_size,
         hidden_size=hidden_size,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from executor_svc.cpu_memory import FAMILY, family
 from executor_svc.ranks.links import Frame, Link
 from executor_svc.ranks.members import Members, SharedMemory
 
@@ -101,7 +102,10 @@ class ChildProcess:
         def run() -> None:
             try:
                 process = subprocess.Popen(
-                    command, pass_fds=descriptors, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+                    command,
+                    pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **environment, FAMILY: family()},
                 )
             except OSError as error:
                 started.set_exception(error)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -15,7 +16,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from cadenza import LLM
 from cadenza.errors import OptionError
 from cadenza_launcher.local import LocalServices
-from cadenza_launcher.services.checks import check_address, check_device, check_files, check_model
+from cadenza_launcher.services.checks import check_address, check_device, check_files, check_model, local_path
 from cadenza_launcher.services.options import Setting, route_options
 from tests.helpers.paths import ROOT
 
@@ -34,9 +35,10 @@ def test_model_folders(tmp_path):
         check_model(tmp_path / "file")
     with pytest.raises(OptionError, match=r"^option model: there is no file './nope\.gguf'$"):
         check_model("./nope.gguf")
-    for of_the_hub in ("owner/name/file.gguf", "owner/file.gguf"):
-        with pytest.raises(OptionError, match=r"file\.gguf'; a file of the hub must be downloaded first$"):
-            check_model(of_the_hub)
+    with pytest.raises(OptionError, match=r"^option model: there is no file 'owner/file\.gguf'$"):
+        check_model("owner/file.gguf")
+    for of_the_hub in ("owner/name/file.gguf", "owner/name:Q8_0", "hf.co/owner/name:Q8_0"):
+        assert check_model(of_the_hub) == of_the_hub
     (tmp_path / "link.gguf").symlink_to(tmp_path / "file")
     assert check_model(tmp_path / "link.gguf") == str(tmp_path / "link.gguf"), "the hub's cache has such links"
     for empty in ("", " "):
@@ -130,11 +132,17 @@ class _Hub:
     """The hub's client: what it holds in its cache, and how it answers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cached: str | None, answer: Exception | None) -> None:
-        def model_info(self: object, model: str, timeout: float) -> None:
+        def model_info(self: object, model: str, timeout: float, files_metadata: bool) -> SimpleNamespace:
             if answer is not None:
                 raise answer
+            return SimpleNamespace(sha="5" * 40, siblings=[])
 
-        monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda model, name: cached)
+        def snapshot_download(repo: str, **options: object) -> str:
+            if cached is None:
+                raise ValueError(repo)
+            return cached
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
 
 
@@ -150,17 +158,18 @@ def test_a_hub_id_that_cannot_be_had(model, answer, message, monkeypatch):
     monkeypatch.chdir(ROOT)
     _Hub(monkeypatch, None, answer)
     with pytest.raises(OptionError) as raised:
-        check_files(model, {})
+        local_path(model, {}, [].append)
     text = str(raised.value)
     assert text.startswith(f"option model: there is no folder {model!r}")
     assert text.endswith(message)
 
 
 def test_a_hub_id_that_can_be_had(monkeypatch):
-    _Hub(monkeypatch, "/cache/config.json", ConnectionError("no route"))
-    check_files("org/name", {})
+    _Hub(monkeypatch, str(DEMO_MODEL), ConnectionError("no route"))
+    assert local_path("org/name", {}, [].append) == str(DEMO_MODEL)
     _Hub(monkeypatch, None, None)
-    check_files("org/name", {})
+    assert local_path("org/name", {"distributed_executor_backend": Setting("ray")}, [].append) == "org/name"
+    assert local_path("org/name", {"simulate": Setting("instant")}, [].append) == "org/name"
 
 
 @pytest.fixture

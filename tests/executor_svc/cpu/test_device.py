@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from executor_svc.cpu.device import _cgroup_free_bytes
+from executor_svc.cpu_memory import cgroup_free_bytes
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_a_containers_memory_limit_is_seen(tmp_path: Path, files: dict[str, str]
     (tmp_path / "memory").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert _cgroup_free_bytes(tmp_path) == free
+    assert cgroup_free_bytes(tmp_path) == free

@@ -1,0 +1,1 @@
+"""Commands about models: which are here, which fit, which run."""

@@ -1,0 +1,35 @@
+"""`cadenza ps`: the servers that this user runs on this machine."""
+
+from __future__ import annotations
+
+import time
+
+from cadenza_cli.load.results import tables_console
+
+HELP = """List the servers that you have started on this machine: `cadenza up`, and LLM(...) in programs.
+
+Services that were started one by one are not listed. `cadenza top --target HOST:PORT` shows what one does.
+"""
+EPILOG = "Exit codes: 0 success."
+
+
+def ps() -> None:
+    """Print the servers whose process lives."""
+    import psutil
+    from rich.table import Table
+
+    from cadenza_common.hub.download import human
+    from cadenza_common.run_files import read_runs
+
+    console = tables_console()
+    table = Table("model", "target", "http", "pid", "memory", "since", box=None, header_style="bold")
+    table.columns[0].overflow = "fold"
+    for run in read_runs("servers"):
+        try:
+            parent = psutil.Process(run["pid"])
+            memory = sum(each.memory_info().rss for each in (parent, *parent.children(recursive=True)))
+        except psutil.Error:
+            continue
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["created"]))
+        table.add_row(run["model"], run["target"], run["http"] or "", str(run["pid"]), human(memory), since)
+    console.print(table if table.row_count else "no servers run here: cadenza up MODEL")

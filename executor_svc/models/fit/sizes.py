@@ -1,0 +1,102 @@
+"""What a model takes, from config.json and the headers of its weights, or from the header of its GGUF file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cadenza_common.gguf.file import GgufError, GgufFile
+from executor_svc.models.folder import LoaderError, find_weights, gguf_of, read_json
+from executor_svc.models.gguf.config_content import config_content
+
+_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+_DENSE = ("BF16", "F16", "F32", "F64")
+_LENGTH_BYTES = 8
+_HEAD_MULTIPLE = 16
+"""The CPU's kernels store heads in whole vectors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a model on the CPU."""
+
+    family: str
+    """As in config.json's model_type."""
+    weights: dict[str, int]
+    """Bytes in memory by format, most first. Dense weights are in `dtype`."""
+    kv_bytes: int
+    """Keys and values of a token in all layers."""
+    context_limit: int
+    """Positions of the checkpoint."""
+    dtype: str
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.weights.values())
+
+    @property
+    def main_format(self) -> str:
+        """The format of most bytes."""
+        return next(iter(self.weights), "")
+
+
+def read_sizes(path: Path) -> Sizes:
+    """Return the sizes of a folder or GGUF file; raises LoaderError."""
+    gguf = gguf_of(str(path))
+    try:
+        content = read_json(path, "config.json", required=True) if gguf is None else _content(gguf)
+    except GgufError as error:
+        raise LoaderError(str(error)) from None
+    nested = content.get("text_config")
+    sizes = content | nested if isinstance(nested, dict) else content
+    dtype = "bfloat16" if "bfloat16" in str(sizes.get("dtype") or sizes.get("torch_dtype")) else "float32"
+    item = 2 if dtype == "bfloat16" else 4
+    weights = _folder_weights(path, item) if gguf is None else _gguf_weights(gguf, item)
+    heads, hidden = _integer(sizes, "num_attention_heads", 1), _integer(sizes, "hidden_size", 1)
+    head_size = -(-_integer(sizes, "head_dim", max(1, hidden // heads)) // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+    layers, kv_heads = _integer(sizes, "num_hidden_layers", 1), _integer(sizes, "num_key_value_heads", heads)
+    return Sizes(
+        str(content.get("model_type") or "unknown"),
+        dict(sorted(weights.items(), key=lambda each: -each[1])),
+        layers * 2 * kv_heads * head_size * item,
+        _integer(sizes, "max_position_embeddings", 0),
+        dtype,
+    )
+
+
+def _content(gguf: GgufFile) -> dict[str, Any]:
+    return config_content(gguf, lambda name: None)
+
+
+def _integer(sizes: dict[str, Any], name: str, default: int) -> int:
+    value = sizes.get(name)
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def _gguf_weights(gguf: GgufFile, item: int) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for tensor in gguf.tensors.values():
+        dense = tensor.type.name in _DENSE
+        found[tensor.type.name] += math.prod(tensor.shape) * item if dense else tensor.num_bytes
+    return dict(found)
+
+
+def _folder_weights(folder: Path, item: int) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    files = find_weights(folder)
+    for path in set(files.values()) if isinstance(files, dict) else {files}:
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    kind = tensor["dtype"]
+                    size = item if kind in _DENSE else _ITEM_BYTES.get(kind, 1)
+                    found[kind] += math.prod(tensor["shape"]) * size
+        except (OSError, ValueError, LookupError, TypeError, MemoryError, OverflowError) as error:
+            raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error
+    return dict(found)

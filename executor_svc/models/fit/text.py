@@ -1,0 +1,77 @@
+"""Whether a model fits, in words: of `cadenza fit`, and in the errors of models that do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cadenza_common.hub.download import human
+from executor_svc.config import CPU_MEMORY_SHARE, ExecutorConfig
+from executor_svc.models.fit.sizes import Sizes, read_sizes
+from executor_svc.models.folder import LoaderError
+
+_BLOCK = 16
+_DEFAULT_SEQS = int(ExecutorConfig.model_fields["max_num_seqs"].default)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is for a model."""
+
+    free: int
+    """Bytes of memory, before it is loaded."""
+    share: float = CPU_MEMORY_SHARE
+    max_num_seqs: int = _DEFAULT_SEQS
+    max_model_len: int | None = None
+    read_rate: float | None = None
+    """Bytes of memory that this machine reads in a second; None: not measured."""
+
+    def for_tokens(self, sizes: Sizes) -> int:
+        """Return the bytes for keys and values; below 0: not even the weights fit."""
+        return int(self.share * self.free) - sizes.weight_bytes
+
+    def fits(self, sizes: Sizes) -> bool:
+        """Return whether the model can be served, with a context of any length."""
+        return self.for_tokens(sizes) >= _BLOCK * sizes.kv_bytes
+
+
+def fit_lines(sizes: Sizes, room: Room) -> list[str]:
+    """Return what the model takes, what there is, and what follows."""
+    weights, length = sizes.weight_bytes, room.max_model_len or sizes.context_limit
+    formats = ", ".join(f"{kind} {human(size)}" for kind, size in sizes.weights.items())
+    lines = [
+        f"weights: {human(weights)} ({formats})",
+        f"keys and values: {human(sizes.kv_bytes)} a token in {sizes.dtype}; no state beside them",
+        f"memory: {human(room.free)} are free, and {room.share:.0%} of them for this model (--gpu-memory-utilization)",
+    ]
+    tokens = max(0, room.for_tokens(sizes)) // sizes.kv_bytes
+    if not room.fits(sizes):
+        needed = (weights + _BLOCK * sizes.kv_bytes) / room.share
+        lines.append(f"it does not fit: {human(needed)} would have to be free, or a smaller model or quantization")
+        return lines
+    longest = min(length, tokens)
+    limit = f" of {length}" if longest < length else ""
+    lines.append(f"longest context: {longest}{limit} tokens, {human(longest * sizes.kv_bytes)} a request")
+    at_once = min(room.max_num_seqs, tokens // max(1, longest))
+    lines.append(
+        f"requests at once: {at_once} of {longest} tokens each, of shorter ones up to {room.max_num_seqs} "
+        f"(--max-num-seqs) with {min(tokens, room.max_num_seqs * length)} tokens together"
+    )
+    if room.read_rate is not None:
+        lines.append(
+            f"expected speed: about {room.read_rate / weights:.1f} tokens/s at most for one request: each token reads "
+            f"all weights, and this machine reads {room.read_rate / 1e9:.1f} GB/s (measured once)"
+        )
+    return lines
+
+
+def fit_sentence(path: Path, free: int, config: ExecutorConfig | None = None) -> str:
+    """Return the same for the end of an error's sentence; empty for a model whose headers cannot be read."""
+    room = Room(free)
+    if config is not None:
+        share = config.gpu_memory_utilization or CPU_MEMORY_SHARE
+        room = Room(free, share, config.max_num_seqs, config.max_model_len)
+    try:
+        return "; " + "; ".join(fit_lines(read_sizes(path), room))
+    except LoaderError:
+        return ""

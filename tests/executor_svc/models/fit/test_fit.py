@@ -1,0 +1,60 @@
+"""What a model takes, by its headers, equals what the executor allocates; the words, and the measured rate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from executor_svc.models.fit import read_rate as rates
+from executor_svc.models.fit.sizes import Sizes, read_sizes
+from executor_svc.models.fit.text import Room, fit_lines, fit_sentence
+from tests.helpers.paths import ROOT
+
+DEMO = ROOT / "models" / "cadenza-demo"
+SIZES = Sizes("llama", {"Q4_K": 900_000, "F32": 100_000}, kv_bytes=1000, context_limit=4096, dtype="bfloat16")
+
+
+def test_the_demo_model() -> None:
+    sizes = read_sizes(DEMO)
+    config = json.loads((DEMO / "config.json").read_text())
+    assert (sizes.family, sizes.main_format, sizes.dtype) == ("llama", "BF16", "bfloat16")
+    assert sizes.context_limit == config["max_position_embeddings"]
+    assert sizes.kv_bytes == config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * 32 * 2
+    assert abs(sizes.weight_bytes - (DEMO / "model.safetensors").stat().st_size) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [
+        (Room(1_000_000_000), ["longest context: 4096 tokens, 4.1 MB a request", "64 of 4096 tokens each"]),
+        (Room(4_000_000), ["longest context: 1000 of 4096 tokens", "1 of 1000 tokens each"]),
+        (Room(20_000_000, max_model_len=512), ["longest context: 512 tokens", "17 of 512 tokens each"]),
+        (Room(2_000_000), ["it does not fit: 2.0 MB would have to be free"]),
+        (Room(100_000_000, read_rate=1e9), ["about 1000.0 tokens/s at most", "reads 1.0 GB/s (measured once)"]),
+        (Room(100_000_000), ["weights: 1.0 MB (Q4_K 0.9 MB, F32 0.1 MB)", "1000 bytes a token in bfloat16"]),
+    ],
+)
+def test_the_words(room: Room, said: list[str]) -> None:
+    text = "\n".join(fit_lines(SIZES, room))
+    for words in said:
+        assert words in text
+    assert room.fits(SIZES) == ("does not fit" not in text)
+
+
+def test_an_error_says_the_same(tmp_path: Path) -> None:
+    assert fit_sentence(DEMO, 10_000_000).endswith(
+        "; it does not fit: 14.0 MB would have to be free, or a smaller model or quantization"
+    )
+    assert fit_sentence(tmp_path, 10_000_000) == ""
+
+
+def test_the_rate_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter((1e9, 2e9))
+    monkeypatch.setattr(rates, "_measure", lambda: next(measured))
+    file = tmp_path / "cache" / "rate.json"
+    assert [rates.read_rate(file=file), rates.read_rate(file=file), rates.read_rate(True, file)] == [1e9, 1e9, 2e9]
+    file.write_text("{")
+    monkeypatch.setattr(rates, "_measure", lambda: 3e9)
+    assert rates.read_rate(file=file) == 3e9

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import ClientSession
 
 from cadenza import Client, SamplingParams
-from cadenza.errors import InvalidRequestError, NotFoundError, UnavailableError
+from cadenza.errors import InvalidRequestError, NotFoundError, UnauthenticatedError, UnavailableError
 from cadenza_launcher.pool.several import SeveralModels
 
 pytestmark = pytest.mark.slow
@@ -152,17 +152,21 @@ async def test_a_gateway_that_dies_finds_its_models_again(models):
         await complete(http, "a")
 
 
-def test_up_serves_several_and_stops_at_a_signal(models, tmp_path):
+def test_up_serves_several_to_those_with_a_key_and_stops_at_a_signal(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
     folders = [tmp_path / name for name in ("x", "y")]
     for each in folders:
         each.mkdir()
     up = subprocess.Popen(
         [sys.executable, "-m", "cadenza", "up", *map(str, folders), "--port", "0", "--http", "0", "--simulate",
-         "instant", "--unload-after", "0.5"],
+         "instant", "--unload-after", "0.5", "--http-api-key-file", str(keys)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     target = up.stdout.readline().split()[1]
-    with Client(target, model="y") as client:
+    with Client(target, model="x", token="other") as client, pytest.raises(UnauthenticatedError):
+        client.model_info()
+    with Client(target, model="y", token="secret") as client:
         assert len(client.generate([PROMPT], SamplingParams(max_tokens=3))) == 1
     time.sleep(2)
     up.send_signal(signal.SIGTERM)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from cadenza.errors import OptionError
+from cadenza_launcher.local import LocalServices
 from cadenza_launcher.pool.memory import GIB, allowances, memory_of, weight_bytes
 from cadenza_launcher.pool.specs import ModelSpec, check_common, read_specs
 
@@ -67,6 +70,11 @@ def test_what_would_be_shared_is_refused():
             check_common([name])
 
 
+def test_one_model_alone_does_not_take_the_options_of_several(folder):
+    with pytest.raises(OptionError, match="option unload_after: it is for several models: `cadenza up A B`"):
+        LocalServices(folder / "small", unload_after=3, simulate="instant")
+
+
 def test_each_has_an_equal_part_or_what_it_needs_at_least(folder):
     (folder / "large" / "model.safetensors").write_bytes(bytes(1000))
     assert weight_bytes(str(folder / "large")) == 1000
@@ -83,7 +91,5 @@ def test_each_has_an_equal_part_or_what_it_needs_at_least(folder):
 
 
 def test_memory_is_that_of_a_process_and_its_children():
-    import os
-
     assert memory_of([os.getpid()]) > 2**20
     assert memory_of([]) == 0

@@ -26,7 +26,7 @@ from cadenza_cli.service_args import FieldOption, GroupedCommand, service_fields
 from cadenza_cli.top import top
 from cadenza_common.settings.extras import install_command
 from cadenza_common.spelling import suggestion
-from cadenza_launcher.services.options import LISTENER_OPTIONS
+from cadenza_launcher.services.options import LISTENER_OPTIONS, SEVERAL_OPTIONS
 
 # The usage error that typer raises; typer has its own copy of click and exports only this subclass.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -79,7 +79,7 @@ class _Command:
 
 def _for_model(*taken: str) -> Iterator[FieldOption]:
     """The services' options for a command that may start them, without the names that it uses itself."""
-    taken = (*taken, *LISTENER_OPTIONS)
+    taken = (*taken, *LISTENER_OPTIONS, *SEVERAL_OPTIONS)
     return (option for option in service_fields("Server started by --model: {}") if option.name not in taken)
 
 

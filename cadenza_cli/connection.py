@@ -36,6 +36,10 @@ TokenFile = Annotated[
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Send the token to another machine without TLS: the network is safe.")
 ]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model-name", metavar="NAME", help="Name of the model, where the server of --target has several."),
+]
 
 
 def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
@@ -48,11 +52,18 @@ def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
     own = [
         inspect.Parameter("token_file", keyword, default=None, annotation=TokenFile),
         inspect.Parameter("insecure", keyword, default=False, annotation=Insecure),
+        inspect.Parameter("model_name", keyword, default=None, annotation=ModelName),
     ]
 
     @functools.wraps(command)
-    def run(*args: Any, token_file: str | None = None, insecure: bool = False, **values: Any) -> None:
-        with command_credentials(token_file, insecure=insecure):
+    def run(
+        *args: Any,
+        token_file: str | None = None,
+        insecure: bool = False,
+        model_name: str | None = None,
+        **values: Any,
+    ) -> None:
+        with command_credentials(token_file, insecure=insecure, model=model_name):
             try:
                 command(*args, **values)
             except UnauthenticatedError as error:

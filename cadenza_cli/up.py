@@ -7,6 +7,7 @@ import json
 import queue
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 HELP = """Serve a model.
 
-Starts an executor and a scheduler and supervises both; or several executors of one scheduler.
+Starts an executor and a scheduler and supervises both; or several executors of one scheduler; or a gateway for several
+models, each with a scheduler of its own (docs/several-models.md).
 
 \b
 Examples:
@@ -36,6 +38,7 @@ Examples:
   cadenza up MODEL --page               (the same, and a live page)
   cadenza up MODEL --kserve 8001        (clients of Triton too)
   cadenza up MODEL --executors 4 --distributed-executor-backend ray
+  cadenza up A B C --models-memory 16   (several models, each when asked for)
 
 MODEL is a folder, a GGUF file or a name of the Hugging Face hub (OWNER/REPO, OWNER/REPO:Q4_K_M, OWNER/REPO/FILE.gguf);
 --model gives it too. `cadenza serve` is the same command.
@@ -65,7 +68,7 @@ _MIN_CELLS = 20
 _STYLES = {"executor": "cyan", "scheduler": "green", "gateway": "magenta", "cadenza": "bold yellow"}
 
 Named = Annotated[
-    str | None,
+    list[str] | None,
     typer.Argument(metavar="MODEL", help="Folder, GGUF file or hub id of the model.", show_default=False),
 ]
 Model = Annotated[str | None, typer.Option(metavar="MODEL", help="Folder, GGUF file or hub id, in place of MODEL.")]
@@ -85,11 +88,19 @@ def up(
     **options: Any,
 ) -> None:
     """Serve until SIGINT or SIGTERM; raises LocalServiceError if a service does not start the first time."""
+    from cadenza_launcher.pool.several import are_several
     from cadenza_launcher.services.options import read_places
 
-    if named is not None and model not in (None, named):
-        raise OptionError(f"option model: it is given twice: {named} and --model {model}")
-    places = read_places({"model": named if model is None else model, "host": host, "port": port}, config)
+    named = named or []
+    if named and model is not None and [model] != named:
+        raise OptionError(f"option model: it is given twice: {', '.join(named)} and --model {model}")
+    named = named if model is None else [model]
+    places = read_places({"model": named[0] if named else None, "host": host, "port": port}, config)
+    if are_several(named, config, options):
+        _log.is_json = _log_format("several", options, config) == "json"
+        with _errors_as_lines():
+            one = [str(places["model"].value)] if "model" in places else []
+            _run_several(named or one, places, config, options)
     if "model" not in places:
         raise OptionError(
             "option model: it is missing: cadenza up MODEL; or --model, CADENZA_MODEL, or model in a file with --config"
@@ -144,6 +155,34 @@ def _run(places: Any, config: Any, options: Mapping[str, Any]) -> None:
             raise
 
 
+def _run_several(named: list[str], places: Any, config: Any, options: Mapping[str, Any]) -> NoReturn:
+    from cadenza_cli.several_lines import several_lines
+    from cadenza_launcher.pool.several import SeveralModels
+
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _drain)
+    with SeveralModels(
+        named,
+        host=str(places["host"].value) if "host" in places else "127.0.0.1",
+        port=int(places["port"].value) if "port" in places else SCHEDULER_PORT,
+        config=config,
+        on_log=_log,
+        on_event=lambda text: _log("cadenza", text, "warning"),
+        **options,
+    ) as models:
+        try:
+            for line in several_lines(models):
+                _log("cadenza", line)
+            _say_ready(models.target)
+            while True:
+                time.sleep(_LOOK_S)
+        except _Drain:
+            _log("cadenza", "the models finish their requests; a second signal stops them at once")
+            models.drain()
+            _ignore_signals()
+            raise
+
+
 def _log_format(model: str, options: Mapping[str, Any], config: Any) -> str:
     """The effective --log-format, which holds for this program's own lines too."""
     from cadenza_launcher.services.options import route_options
@@ -154,13 +193,17 @@ def _log_format(model: str, options: Mapping[str, Any], config: Any) -> str:
 
 def _serve(services: LocalServices, places: Any, restarted: queue.SimpleQueue[str]) -> NoReturn:
     _print_settings(services, places)
-    sys.stdout.write(f"ready {services.target}\n")
-    sys.stdout.flush()
+    _say_ready(services.target)
     while True:
         # Python runs a signal's handler once the main thread is awake, and the signal may have woken another one.
         with contextlib.suppress(queue.Empty):
             if restarted.get(timeout=_LOOK_S) in services.executors:
                 _print_settings(services, places)  # values that it chooses itself, as its blocks, may have changed
+
+
+def _say_ready(target: str) -> None:
+    sys.stdout.write(f"ready {target}\n")
+    sys.stdout.flush()
 
 
 def _print_settings(services: LocalServices, places: Any) -> None:

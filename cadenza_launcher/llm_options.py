@@ -45,6 +45,24 @@ class LLMOptions(TypedDict, total=False):
     scale_down_after_s: float | None
     """With --max-executors: how long fewer executors must do before one is drained and taken away. [default: 120.0]"""
 
+    models_dir: str | None
+    """Folder whose models are served behind one door, each folder with a config.json and each GGUF file in it by its
+    name; `cadenza up` alone; docs/several-models.md."""
+
+    models_memory: float | None
+    """Of several models: memory for those that are loaded at once; default: what is free at start. On a GPU
+    --models-max counts."""
+
+    models_max: int | None
+    """Of several models: the most that are loaded at once; default: on a GPU 1, else as many as the memory holds."""
+
+    unload_after: float | None
+    """Of several models: one without a request for so long is unloaded; default: never, but when another one needs its
+    memory."""
+
+    load_timeout_s: float | None
+    """Of several models: how long a request waits for its model, before it ends with 503. [default: 600.0]"""
+
     log_format: Literal["text", "json"] | None
     """Lines of text, or one JSON object a line with the ids that the line is about; docs/tracing.md. [default: text]"""
 

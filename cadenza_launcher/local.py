@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from cadenza_launcher.services.gateway import gateway_listeners, gateway_places
 from cadenza_launcher.services.options import (
     GATEWAY,
     SCHEDULER,
+    SEVERAL_OPTIONS,
     ServiceArguments,
     Setting,
     ignored_variables,
@@ -82,14 +84,24 @@ class LocalServices:
         on_back: Callable[[str], None] | None = None,
         on_start: Callable[[Sequence[str]], None] | None = None,
         programs: Programs | None = None,
+        cancelled: threading.Event | None = None,
+        is_one_of_several: bool = False,
         **options: Any,
     ) -> None:
+        """cancelled: set by another thread, it ends the start. is_one_of_several: the gateway, and options that
+        concern it or the models together, are somebody else's."""
+
+
+        def routed(name: str) -> ServiceArguments:
+            found = route_options(name, options, config=config)
+            return found.of_one_model() if is_one_of_several else found
+
         model = named = check_model(model)
-        arguments = route_options(model, options, config=config)
+        arguments = routed(model)
         _check(arguments, host, port)
         on_log, on_event = on_log or log_line, on_event or _logger.warning
         if programs is None and (path := local_path(model, arguments.settings, on_event)) != model:
-            model, arguments = path, route_options(path, options, config=config)
+            model, arguments = path, routed(path)
         places = gateway_places(host, arguments.listeners, arguments.settings)
         self._tls = own_tls(arguments.settings)
         if programs is None:
@@ -114,8 +126,9 @@ class LocalServices:
             metrics_port,
             self._tls,
             page_environment(has_page=arguments.has_page, is_demo=bool(arguments.values.get("page_demo"))),
+            stopping=cancelled or threading.Event(),
         )
-        for sentence in ignored_variables():
+        for sentence in () if is_one_of_several else ignored_variables():
             self._family.on_event(sentence)
         # Runs also at exit: no child outlives the program, even if close was not called.
         self._finalizer = weakref.finalize(self, stop, self._family)
@@ -236,6 +249,9 @@ def _check(arguments: ServiceArguments, host: str, port: int) -> None:
     check_address(host, port)
     check_listener(host, arguments.settings)
     check_scaling(arguments.values, arguments.settings)
+    for name in SEVERAL_OPTIONS:
+        if name in arguments.settings:
+            raise arguments.settings[name].refused(name, "it is for several models: `cadenza up A B`")
 
 
 def _make_host(

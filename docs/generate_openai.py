@@ -44,7 +44,7 @@ Its options are under [HTTP](options.md#http). `docker compose up` serves it at 
 | `POST /v1/chat/completions` | chats, rendered by the scheduler with the model's own template; streams |
 | `POST /v1/responses` | the same in the newer shape; nothing is stored |
 | `POST /v1/messages`, `/v1/messages/count_tokens` | Anthropic's API |
-| `GET /v1/models`, `/v1/models/NAME` | the model by its names, and the LoRA adapters that the key may see |
+| `GET /v1/models`, `/v1/models/NAME` | [names](several-models.md), and the LoRA adapters that the key may see |
 | `POST /tokenize`, `/detokenize` | as vLLM has them |
 | `POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter` | with the key of `--http-admin-key-file` alone |
 | `GET /health` | 200 while requests are served, else 503; needs no key |

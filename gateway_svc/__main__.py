@@ -22,6 +22,7 @@ try:
     from cadenza_common.telemetry import logs
     from gateway_svc.config import GatewayConfig
     from gateway_svc.page_starter import PAGE_DEMO, PAGE_TOKEN, ask_to_kill
+    from gateway_svc.several.wire import door_place
 except ModuleNotFoundError as missing:
     from cadenza_common.settings.extras import install_command
 
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> int:
 
         fail(f"{missing.name} is not installed: {install_command('gateway')}")
         return 1
-    return uvloop.run(serve(config, fail, _page_rights(os.environ)))
+    return uvloop.run(serve(config, fail, _page_rights(os.environ), door_place(os.environ)))
 
 
 def _page_rights(environment: Mapping[str, str]) -> PageRights | None:

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from gateway_svc.http.reading import read_body
 from gateway_svc.parsing.output import Reading
 from gateway_svc.requests.request import GatewayRequest
 from gateway_svc.scheduler.generation import Generation, GenerationJob
@@ -28,9 +27,7 @@ async def answer_chat(
 
     answer_of: takes the request, how its output is read, and the model's name in the answer.
     """
-    state = request.app[STATE]
-    caller = await state.generating(request)
-    asked = await read_body(request, read)
+    asked, state, caller = await request.app[STATE].asked(request, read)
     info = await caller.model()
     asked = replace(asked, params=asked.suggested(info.default_sampling))
     chosen, formats = state.names.choose(asked.model, info), state.formats.of(info)

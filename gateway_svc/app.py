@@ -23,26 +23,31 @@ from gateway_svc.page.routes import add_page
 from gateway_svc.page_starter import PageRights
 from gateway_svc.parsing.formats import KnownFormats
 from gateway_svc.scheduler.link import SchedulerLink
+from gateway_svc.several.door import DoorState, door_paths, give_back_models
+from gateway_svc.several.link import LinkToAll
+from gateway_svc.several.wire import DoorPlace
 from gateway_svc.state import STATE, State
 
 
-def make_state(config: GatewayConfig, page_rights: PageRights | None = None) -> State:
+def make_state(config: GatewayConfig, page_rights: PageRights | None = None, door: DoorPlace | None = None) -> State:
     """What the handlers share; on the event loop that is to serve. Raises OptionError for files and TLS.
 
-    page_rights: as whoever started this process gives them; a file with a token overrides theirs.
+    page_rights and door: as whoever started this process gives them; a file with a token overrides theirs.
     """
     own_token = None if config.http_token_file is None else read_token(config.http_token_file)
     cors = Cors(config.http_cors_origin)
     keys = _keys("http-api-key-file", config.http_api_key_file)
     admin_keys = _keys("http-admin-key-file", config.http_admin_key_file)
-    return State(
+    return (State if door is None else DoorState)(
         config=config,
         link=SchedulerLink(
             config.target,
             reconnect_timeout_s=config.http_reconnect_timeout_s,
             insecure=config.insecure,
             own_token=own_token,
-        ),
+        )
+        if door is None
+        else LinkToAll(door.socket),
         keys=keys,
         admin_keys=admin_keys,
         names=Names(config.served_model_name),
@@ -56,31 +61,40 @@ def make_state(config: GatewayConfig, page_rights: PageRights | None = None) -> 
 
 def make_app(state: State) -> web.Application:
     """The application; whoever serves it starts and closes `state.link`."""
-    app = web.Application(middlewares=[answers], client_max_size=state.config.max_body_bytes)
+    is_door = isinstance(state, DoorState)
+    around = [give_back_models, answers] if is_door else [answers]
+    app = web.Application(middlewares=around, client_max_size=state.config.max_body_bytes)
     app[STATE], app[LONG_BODIES] = state, state.long_bodies
     app.add_routes(
         [
-            web.get("/health", system.health),
+            *(door_paths() if is_door else _own_paths()),
             web.get("/version", system.version),
-            web.get("/metrics", system.metrics),
-            web.get("/v1/models", models.list_models),
-            web.get("/v1/models/{name:.+}", models.show_model),
             web.post("/v1/completions", completions.completions),
             web.post("/v1/chat/completions", chat.chat_completions),
             web.post("/v1/responses", responses.responses),
             web.post("/v1/messages", messages.messages),
             web.post("/v1/messages/count_tokens", messages.count_tokens),
-            web.post("/v1/embeddings", system.embeddings),
             web.post("/tokenize", tokens.tokenize),
             web.post("/detokenize", tokens.detokenize),
-            web.post("/v1/load_lora_adapter", models.load_adapter),
-            web.post("/v1/unload_lora_adapter", models.unload_adapter),
         ]
     )
     add_openapi(app)
     if state.config.page:
         add_page(app, state)
     return app
+
+
+def _own_paths() -> list[web.RouteDef]:
+    """Those that concern the one scheduler."""
+    return [
+        web.get("/health", system.health),
+        web.get("/metrics", system.metrics),
+        web.get("/v1/models", models.list_models),
+        web.get("/v1/models/{name:.+}", models.show_model),
+        web.post("/v1/embeddings", system.embeddings),
+        web.post("/v1/load_lora_adapter", models.load_adapter),
+        web.post("/v1/unload_lora_adapter", models.unload_adapter),
+    ]
 
 
 def _page_rights(config: GatewayConfig, given: PageRights | None) -> PageRights:

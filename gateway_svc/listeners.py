@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
 import grpc
 
+from cadenza_common.wire.transport import SCHEDULER_PORT, parse_address
 from gateway_svc.http_listener import HttpListener
 from gateway_svc.kv_events.publisher import KvPublisher
 from gateway_svc.rpc.listener import RpcListener, rpc_credentials
+from gateway_svc.several.door import DoorState
+from gateway_svc.several.rpc import ModelDoor
+from gateway_svc.several.wire import DoorPlace
 from gateway_svc.state import State
 
 
@@ -34,9 +39,10 @@ _DIALECTS: Mapping[str, Callable[[State], RpcListener]] = {"kserve": _kserve, "v
 class Listeners:
     """Serve from `start` on, with the connection to the scheduler, until `close`."""
 
-    def __init__(self, state: State) -> None:
-        """Raises OptionError for files of TLS."""
-        self._state = state
+    def __init__(self, state: State, door: DoorPlace | None = None) -> None:
+        """door: there are several models. Raises OptionError for files of TLS."""
+        self._state, self._door_place = state, door
+        self._door: ModelDoor | None = None
         self._places = state.config.listeners
         self._http = HttpListener(state) if "http" in self._places else None
         self._credentials: grpc.ServerCredentials | None = rpc_credentials(state.config)
@@ -54,7 +60,7 @@ class Listeners:
         return [
             f"{schemes[0]}://{address}" if name == "http" else f"{schemes[1]}://{address} ({name.replace('_', '-')})"
             for name, address in self.addresses.items()
-            if name in self._places
+            if name in self._places or name == "grpc"
         ] + kv_events
 
     @property
@@ -81,6 +87,10 @@ class Listeners:
             self._publisher = KvPublisher(self._state.link, config)
             self._publisher.start()
             self.addresses["kv_events_endpoint"] = self._publisher.endpoints[0].removeprefix("tcp://")
+        if self._door_place is not None:
+            self._door = ModelDoor(cast(DoorState, self._state))
+            place = parse_address(self._door_place.address, default_port=SCHEDULER_PORT)
+            self.addresses["grpc"] = await self._door.start(place, self._credentials)
         self._following = asyncio.create_task(self._follow(), name="gateway-health")
         return self.addresses
 
@@ -99,6 +109,8 @@ class Listeners:
         if self._publisher is not None:
             await self._publisher.stop()
         await asyncio.gather(*(each.stop() for each in self._rpc.values()))
+        if self._door is not None:
+            await self._door.stop()
         if self._http is not None:
             await self._http.close()
         await self._state.long_bodies.close()

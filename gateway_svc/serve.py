@@ -17,20 +17,26 @@ from gateway_svc.config import GatewayConfig
 from gateway_svc.kv_events.publisher import KvPublisherError
 from gateway_svc.listeners import Listeners
 from gateway_svc.page_starter import PageRights
+from gateway_svc.several.wire import DoorPlace
 from gateway_svc.state import State
 
 _LOG = logging.getLogger(__name__)
 EXIT_OK, EXIT_FAILED, EXIT_OPTIONS = 0, 1, 2
 
 
-async def serve(config: GatewayConfig, fail: Callable[[str], None], page_rights: PageRights | None = None) -> int:
-    """Serve until a signal; returns the exit code. page_rights: as whoever started this process gives them."""
+async def serve(
+    config: GatewayConfig,
+    fail: Callable[[str], None],
+    page_rights: PageRights | None = None,
+    door: DoorPlace | None = None,
+) -> int:
+    """Serve until a signal; returns the exit code. page_rights, door: as whoever started this process gives them."""
     signals = StopSignals()
     signals.install()
     allow_connections(2 * config.http_max_requests, "twice --http-max-requests")  # as many again may be idle
     try:
-        state = make_state(config, page_rights)
-        listeners = Listeners(state)
+        state = make_state(config, page_rights, door)
+        listeners = Listeners(state, door)
     except OptionError as error:
         fail(str(error))
         return EXIT_OPTIONS

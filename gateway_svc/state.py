@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -10,7 +12,7 @@ from gateway_svc.config import GatewayConfig
 from gateway_svc.http.bodies.apart import LongBodies
 from gateway_svc.http.errors import ApiError
 from gateway_svc.http.keys import KeyFile
-from gateway_svc.http.reading import PAYER, api_key
+from gateway_svc.http.reading import PAYER, api_key, read_body
 from gateway_svc.http.sites import Cors, Sites
 from gateway_svc.metrics import Counts
 from gateway_svc.models import Names
@@ -20,6 +22,17 @@ from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.scheduler.link import SchedulerLink
 
 _RETRY_S = 1.0
+
+
+class NamesModel(Protocol):
+    """What was asked for."""
+
+    @property
+    def model(self) -> str | None:
+        """The model that a request names."""
+
+
+A = TypeVar("A", bound=NamesModel)
 
 
 @dataclass(slots=True)
@@ -49,6 +62,13 @@ class State:
         refusal = self.sites.refusal(request)
         if refusal is not None and self.sites.is_local and self.keys is None and not await self.link.has_tenants():
             raise refusal
+
+    async def asked(
+        self, request: web.Request, read: Callable[[Mapping[str, Any]], A], *, generates: bool = True
+    ) -> tuple[A, State, SchedulerCaller]:
+        """What a request asks for, what serves its model, and who it is from; raises ApiError and CadenzaError."""
+        caller = await (self.generating(request) if generates else self.caller(request))
+        return await read_body(request, read), self, caller
 
     async def caller(self, request: web.Request) -> SchedulerCaller:
         """Who a request is from; raises ApiError and CadenzaError."""
@@ -87,15 +107,19 @@ class State:
 
     async def generating_with(self, key: str | None) -> SchedulerCaller:
         """The same for a key."""
+        self.check_room()
+        return await self.caller_with(key)
+
+    def check_room(self) -> None:
+        """Raise ApiError while no request can be served."""
         if self.is_stopping:
             raise ApiError(503, "the gateway is stopping", code="unavailable", retry_after_s=_RETRY_S)
         if self.counts.num_running > self.config.http_max_requests:
             message = f"{self.config.http_max_requests} requests run, which is the limit (--http-max-requests)"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
         if self.link.is_away:
-            message = await self.link.why_unserved()
+            message = f"the scheduler at {self.link.target} does not serve: it is away, or has no executor"
             raise ApiError(503, message, code="unavailable", retry_after_s=_RETRY_S)
-        return await self.caller_with(key)
 
 
 STATE = web.AppKey("state", State)

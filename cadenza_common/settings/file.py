@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cadenza_common.settings.names import OF_OTHERS
@@ -24,6 +24,7 @@ class OptionsFile:
     path: str
     top: dict[str, Any]
     tables: dict[str, dict[str, Any]]  # by service
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # of several: the options of each, by name
 
     def of_service(self, service: str, known: Collection[str]) -> dict[str, Any]:
         """The top-level options of a service, overridden by those of its own table.
@@ -55,8 +56,14 @@ def read_file(path: str) -> OptionsFile:
         raise OptionsFileError(f"{path}: this is not TOML: {exc}") from None
     # The scheduler's option `executor` may also be at the top level, as a text or a list of texts.
     tables = {name: content.pop(name) for name in TABLES if isinstance(content.get(name), dict)}
+    models = content.pop("models", {})
+    if not (isinstance(models, dict) and all(isinstance(each, dict) for each in models.values())):
+        raise OptionsFileError(f"{path}: models must be tables, such as [models.small]")
     return OptionsFile(
-        path, _plain(path, content), {name: _plain(f"{path}: [{name}]", table) for name, table in tables.items()}
+        path,
+        _plain(path, content),
+        {name: _plain(f"{path}: [{name}]", table) for name, table in tables.items()},
+        {name: _plain(f"{path}: [models.{name}]", table) for name, table in models.items()},
     )
 
 

@@ -21,6 +21,7 @@ GROUPS = (
     "Ray",
     "Scheduling",
     "HTTP",
+    "Several models",
     "Security",
     "Logging",
     "Simulation",

@@ -69,3 +69,40 @@ class StarterConfig(BaseModel):
         description="With --max-executors: how long fewer executors must do before one is drained and taken away.",
         json_schema_extra=about("Ray", "s"),
     )
+    models_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder whose models are served behind one door, each folder with a config.json and each GGUF file "
+        "in it by its name; `cadenza up` alone; docs/several-models.md.",
+        json_schema_extra=about("Several models"),
+    )
+    models_memory: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Of several models: memory for those that are loaded at once; default: what is free at start. On a "
+        "GPU --models-max counts.",
+        json_schema_extra=about("Several models", "GiB"),
+    )
+    models_max: int | None = Field(
+        None,
+        ge=1,
+        description="Of several models: the most that are loaded at once; default: on a GPU 1, else as many as the "
+        "memory holds.",
+        json_schema_extra=about("Several models", "models"),
+    )
+    unload_after: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Of several models: one without a request for so long is unloaded; default: never, but when "
+        "another one needs its memory.",
+        json_schema_extra=about("Several models", "s"),
+    )
+    load_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Of several models: how long a request waits for its model, before it ends with 503.",
+        json_schema_extra=about("Several models", "s"),
+    )

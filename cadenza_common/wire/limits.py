@@ -8,3 +8,5 @@ MAX_GRACE_S = 3600
 """Longest time in seconds for which a request can be kept without a stream."""
 MAX_DRAFTS = 64
 """The most draft tokens that a request may ask for in one step."""
+MODEL_METADATA = "cadenza-model"
+"""Metadata of a call that name its model, where one address serves several."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,8 @@ _NOT_ON_RAY = (
 """Options that executors do not get if Ray places them: the starter heeds them, or they name a port of one machine."""
 _PAGE_PORT = "8000"
 """Where the page is served without a place for HTTP: the gateway's own default."""
+SEVERAL_OPTIONS = ("models_dir", "models_memory", "models_max", "unload_after", "load_timeout_s")
+"""Options of several models behind one door, which `cadenza up` alone heeds."""
 GATEWAY_LISTENERS = ("http", "kserve", "vllm_grpc")
 """Options that say where the gateway listens; here those of the starter."""
 _GATEWAY_PLACES = ("target", *GATEWAY_LISTENERS)
@@ -90,6 +92,12 @@ class ServiceArguments:
     def has_gateway(self) -> bool:
         """Whether there is one: it listens, or publishes KV events."""
         return bool(self.listeners) or "kv_events_endpoint" in self.settings
+
+    def of_one_model(self) -> ServiceArguments:
+        """The same without a gateway, and without the options that concern several models together."""
+        ours = {*SEVERAL_OPTIONS, "kv_events_endpoint"}
+        settings = {name: setting for name, setting in self.settings.items() if name not in ours}
+        return replace(self, listeners={}, settings=settings, has_page=False)
 
     @property
     def uses_ray(self) -> bool:
@@ -213,6 +221,12 @@ def read_places(
             raise port.refused("port", f"must be an integer from 0 to 65535, not {port.value!r}")
         places["port"] = Setting(int(port.value), port.origin)
     return places
+
+
+def read_model_tables(config: str | os.PathLike[str] | None = None) -> dict[str, dict[str, Any]]:
+    """The options of each of several models, by its name, in the file; none without a file. Raises OptionError."""
+    file = _read_file(config, os.environ, {*service_options(), *PLACES})
+    return {} if file is None else file.models
 
 
 def ignored_variables(environment: Mapping[str, str] | None = None) -> Iterator[str]:

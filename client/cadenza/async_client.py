@@ -20,7 +20,7 @@ from cadenza.calls.reconnect import RECONNECT_TIMEOUT_S, Attempts, checked_timeo
 from cadenza.calls.request_stream import RequestStream
 from cadenza.calls.short_interrupts import shorten_interrupts
 from cadenza.chats import JsonObjects, chat_options
-from cadenza.credentials import authorized, call_metadata, check_connection, chosen_token
+from cadenza.credentials import authorized, call_metadata, check_connection, checked_model, chosen_token
 from cadenza.errors import UnavailableError, from_rpc_error
 from cadenza.info import ModelInfo, ServerInfo
 from cadenza.outputs import RequestOutput
@@ -58,6 +58,9 @@ class AsyncClient:
     left early (by an exception, cancellation, or a closed or dropped generator) is cancelled, and the server aborts its
     requests.
 
+    `model`: its name, for a server with several (docs/several-models.md), which loads it at its first call; a server
+    of one model takes no notice.
+
     `token` is the tenant's token, for a server with a tenants file; without it, the environment's CADENZA_TOKEN. It is
     not sent to another machine without TLS unless `insecure`.
 
@@ -76,6 +79,7 @@ class AsyncClient:
         self,
         target: str = f"127.0.0.1:{SCHEDULER_PORT}",
         *,
+        model: str | None = None,
         token: str | None = None,
         insecure: bool = False,
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
@@ -91,7 +95,7 @@ class AsyncClient:
         self._files = client_files(self._tls)
         token = chosen_token(token)
         check_connection(host, token, has_tls=self._tls is not None, insecure=insecure)
-        self._metadata = call_metadata(token)
+        self._metadata = call_metadata(token, checked_model(model))
         self._generation: generation_pb2_grpc.GenerationServiceAsyncStub | None = None
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the channel's

@@ -35,6 +35,7 @@ class Client:
         self,
         target: str = f"127.0.0.1:{SCHEDULER_PORT}",
         *,
+        model: str | None = None,
         token: str | None = None,
         insecure: bool = False,
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
@@ -43,7 +44,12 @@ class Client:
         shorten_interrupts()
         self._loop = LoopThread.shared()
         self._client = AsyncClient(
-            target, token=token, insecure=insecure, reconnect_timeout_s=reconnect_timeout_s, tls=tls
+            target,
+            model=model,
+            token=token,
+            insecure=insecure,
+            reconnect_timeout_s=reconnect_timeout_s,
+            tls=tls,
         )
         self._finalizer = weakref.finalize(self, _close, self._loop, self._client)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cadenza.errors import OptionError
-from cadenza_common.wire.limits import MAX_TOKEN_CHARS
+from cadenza_common.wire.limits import MAX_TOKEN_CHARS, MODEL_METADATA
 
 TOKEN_VARIABLE = "CADENZA_TOKEN"
 Metadata = tuple[tuple[str, str], ...]
@@ -29,16 +29,19 @@ class Credentials:
     token: str | None = field(default=None, repr=False)
     insecure: bool = False
     """Whether the token may be sent to another machine without TLS."""
+    model: str | None = None
+    """The model that is meant, of a server with several."""
 
 
 _of_command: ContextVar[Credentials | None] = ContextVar("credentials of the running command", default=None)
 
 
 @contextlib.contextmanager
-def command_credentials(token_file: str | None, *, insecure: bool) -> Iterator[None]:
-    """Clients that are made in the body without a token of their own use that of the file; raises OptionError."""
+def command_credentials(token_file: str | None, *, insecure: bool, model: str | None = None) -> Iterator[None]:
+    """Clients that are made in the body without a token or model of their own use that of the file, and this model;
+    raises OptionError."""
     token = None if token_file is None else read_token(token_file)
-    reset = _of_command.set(Credentials(token, insecure))
+    reset = _of_command.set(Credentials(token, insecure, model))
     try:
         yield
     finally:
@@ -79,9 +82,19 @@ def read_token(path: str) -> str:
     return _checked(text.strip(), f"option token-file: {path}")
 
 
-def call_metadata(token: str | None) -> Metadata:
-    """What each call carries."""
-    return () if token is None else (("authorization", f"Bearer {token}"),)
+def call_metadata(token: str | None, model: str | None = None) -> Metadata:
+    """What each call carries; model: of a server with several, by default the command's."""
+    if model is None and (of_command := _of_command.get()) is not None:
+        model = of_command.model
+    own = () if model is None else ((MODEL_METADATA, model),)
+    return own if token is None else (("authorization", f"Bearer {token}"), *own)
+
+
+def checked_model(model: str | None) -> str | None:
+    """The name of a model if it can be one; raises ValueError."""
+    if model is not None and not (model and model.isascii() and model.isprintable()):
+        raise ValueError(f"model must be a name of printable ASCII, not {model!r}")
+    return model
 
 
 def authorized(stub: _Stub, metadata: Metadata) -> _Stub:

@@ -12,7 +12,6 @@ from cadenza.outputs import CompletionOutput, RequestOutput
 from gateway_svc.answering import answer_chat
 from gateway_svc.anthropic.content import ContentBlocks
 from gateway_svc.http.errors import ApiError, anthropic_body
-from gateway_svc.http.reading import read_body
 from gateway_svc.http.sending import named_event
 from gateway_svc.models import check_model
 from gateway_svc.openai.usage import completion_tokens, prompt_tokens
@@ -32,9 +31,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """The number of a conversation's tokens, as a prompt."""
-    state = request.app[STATE]
-    caller = await state.caller(request)
-    asked = await read_body(request, read_count)
+    asked, state, caller = await request.app[STATE].asked(request, read_count, generates=False)
     await check_model(state.names, asked.model, caller)
     return web.json_response({"input_tokens": len(await caller.tokenize(asked.prompt))})
 

@@ -13,7 +13,6 @@ from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.prompts import Prompt
 from gateway_svc.fields.constraints import errors_of_constraint
 from gateway_svc.http.errors import bad_request
-from gateway_svc.http.reading import read_body
 from gateway_svc.openai.answers import AnswerHead, ChunkEvents, Chunks, prompt_size
 from gateway_svc.openai.logprobs import CompletionLogprobs, TokenNames, bytes_of, prompt_logprobs, prompt_offsets
 from gateway_svc.openai.usage import final_usage, finish_of
@@ -37,9 +36,7 @@ class _Echo:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete prompts."""
-    state = request.app[STATE]
-    caller = await state.generating(request)
-    asked = await read_body(request, read_completion)
+    asked, state, caller = await request.app[STATE].asked(request, read_completion)
     info = await caller.model()
     asked = replace(asked, params=asked.suggested(info.default_sampling))
     chosen = state.names.choose(asked.model, info)

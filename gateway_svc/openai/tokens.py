@@ -7,7 +7,6 @@ from typing import Any
 from aiohttp import web
 
 from gateway_svc.http.errors import bad_request
-from gateway_svc.http.reading import read_body
 from gateway_svc.models import check_model
 from gateway_svc.requests.tokens import read_detokenize, read_tokenize
 from gateway_svc.state import STATE
@@ -18,9 +17,7 @@ _MAX_STRINGS = 1024
 
 async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a text or a chat."""
-    state = request.app[STATE]
-    caller = await state.caller(request)
-    asked = await read_body(request, read_tokenize)
+    asked, state, caller = await request.app[STATE].asked(request, read_tokenize, generates=False)
     info = await check_model(state.names, asked.model, caller)
     ids = await caller.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids, "token_strs": None}
@@ -34,8 +31,6 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def detokenize(request: web.Request) -> web.Response:
     """Text of token ids."""
-    state = request.app[STATE]
-    caller = await state.caller(request)
-    asked = await read_body(request, read_detokenize)
+    asked, state, caller = await request.app[STATE].asked(request, read_detokenize, generates=False)
     await check_model(state.names, asked.model, caller)
     return web.json_response({"prompt": await caller.detokenize(asked.token_ids, skip_special_tokens=False)})

@@ -204,9 +204,7 @@ class LLM:
         Raises TypeError for prompts in vLLM's other forms: a model that generates has no embeddings to give.
         """
         if not isinstance(text, str):
-            raise TypeError(
-                f"encode takes a str and gives its token ids, not {type(text).__name__}; no embeddings here"
-            )
+            raise TypeError(f"encode takes a str and gives its token ids, not {type(text).__name__}: no embeddings")
         return self.tokenize(text, add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

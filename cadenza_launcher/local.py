@@ -91,7 +91,6 @@ class LocalServices:
         """cancelled: set by another thread, it ends the start. is_one_of_several: the gateway, and options that
         concern it or the models together, are somebody else's."""
 
-
         def routed(name: str) -> ServiceArguments:
             found = route_options(name, options, config=config)
             return found.of_one_model() if is_one_of_several else found

@@ -124,6 +124,8 @@ def test_every_field_of_a_result_is_read_and_written() -> None:
         entry.columns.num_top = 1
         for name in ("chosen_logprobs", "chosen_ranks", "top_token_ids", "top_logprobs"):
             del getattr(entry.columns, name)[num_tokens:]
+        for name in ("chosen_bytes", "top_bytes"):  # the scheduler's, as texts are
+            entry.columns.ClearField(name)
     message.prompt_logprobs[0].start = 3
     read = results.result_from_wire(message)
     assert at_default(read) <= {"num_sequences", "num_computed"} | ({"status"} if read.status == 1 else set())

@@ -198,7 +198,7 @@ class _CompletionChunks(ChunkEvents):
         parts = self._parts.setdefault(choice, _Parts(read, prompt))
         if read.request.is_prompt_alone:
             self._num_hidden += len(sample.token_ids)
-            sample = replace(sample, text="", token_ids=[], logprobs=[])
+            sample = replace(sample, text="", token_ids=[], logprobs=[], text_ends=[])
         chunk: dict[str, Any] = {
             "index": choice,
             "text": parts.text(sample.text),

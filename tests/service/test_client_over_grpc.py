@@ -172,7 +172,7 @@ async def test_a_request_too_large_to_be_sent_ends_alone(client, script, monkeyp
     ) as caught:
         await client.generate(["a", "x" * 2000, "b"])
     assert [output and output.outputs[0].text for output in caught.value.outputs] == ["a ", None, "b "]
-    with pytest.raises(InvalidRequestError, match=r"^the request has"):
+    with pytest.raises(InvalidRequestError, match=r"^the prompt has 2003 bytes"):
         await client.generate("x" * 2000)
     assert script.num_sessions == 1
 

@@ -48,7 +48,7 @@ class HubName:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenFiles:
     """The files of a repository that a name means."""
 
     files: tuple[str, ...]
@@ -81,20 +81,20 @@ def label(file: str) -> str:
     return found[-1].upper() if found else ""
 
 
-def choose(name: HubName, files: Collection[str]) -> Chosen:
+def choose(name: HubName, files: Collection[str]) -> ChosenFiles:
     """Return the files that a name means among those of its repository; raises HubError."""
     models = models_in(files)
     if name.file:
         first = next((first for first, parts in models.items() if name.file in parts), None)
         if first is None:
             raise HubError(f"{name.repo} has no file {name.file}{_others(name.file, models)}")
-        return Chosen(models[first], first)
+        return ChosenFiles(models[first], first)
     if not name.tag and (not models or ("config.json" in files and any(_is_weights(file) for file in files))):
-        return Chosen(tuple(file for file in sorted(files) if _in_folder(file)))
+        return ChosenFiles(tuple(file for file in sorted(files) if _in_folder(file)))
     if not models:
         raise HubError(f"{name.repo} has no GGUF files, of which :{name.tag} would name one")
     first, note = _quantized(name, sorted(models, key=lambda file: (len(file), file)))
-    return Chosen(models[first], first, note)
+    return ChosenFiles(models[first], first, note)
 
 
 def _quantized(name: HubName, models: list[str]) -> tuple[str, str]:

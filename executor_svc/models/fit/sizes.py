@@ -21,7 +21,7 @@ _HEAD_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ModelSizes:
     """The sizes of a model on the CPU."""
 
     family: str
@@ -44,7 +44,7 @@ class Sizes:
         return next(iter(self.weights), "")
 
 
-def read_sizes(path: Path) -> Sizes:
+def read_sizes(path: Path) -> ModelSizes:
     """Return the sizes of a folder or GGUF file; raises LoaderError."""
     gguf = gguf_of(str(path))
     try:
@@ -59,7 +59,7 @@ def read_sizes(path: Path) -> Sizes:
     heads, hidden = _integer(sizes, "num_attention_heads", 1), _integer(sizes, "hidden_size", 1)
     head_size = -(-_integer(sizes, "head_dim", max(1, hidden // heads)) // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
     layers, kv_heads = _integer(sizes, "num_hidden_layers", 1), _integer(sizes, "num_key_value_heads", heads)
-    return Sizes(
+    return ModelSizes(
         str(content.get("model_type") or "unknown"),
         dict(sorted(weights.items(), key=lambda each: -each[1])),
         layers * 2 * kv_heads * head_size * item,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cadenza_common.hub.download import human
 from executor_svc.config import CPU_MEMORY_SHARE, ExecutorConfig
-from executor_svc.models.fit.sizes import Sizes, read_sizes
+from executor_svc.models.fit.sizes import ModelSizes, read_sizes
 from executor_svc.models.folder import LoaderError
 
 _BLOCK = 16
@@ -26,16 +26,16 @@ class Room:
     read_rate: float | None = None
     """Bytes of memory that this machine reads in a second; None: not measured."""
 
-    def for_tokens(self, sizes: Sizes) -> int:
+    def for_tokens(self, sizes: ModelSizes) -> int:
         """Return the bytes for keys and values; below 0: not even the weights fit."""
         return int(self.share * self.free) - sizes.weight_bytes
 
-    def fits(self, sizes: Sizes) -> bool:
+    def fits(self, sizes: ModelSizes) -> bool:
         """Return whether the model can be served, with a context of any length."""
         return self.for_tokens(sizes) >= _BLOCK * sizes.kv_bytes
 
 
-def fit_lines(sizes: Sizes, room: Room) -> list[str]:
+def fit_lines(sizes: ModelSizes, room: Room) -> list[str]:
     """Return what the model takes, what there is, and what follows."""
     weights, length = sizes.weight_bytes, room.max_model_len or sizes.context_limit
     formats = ", ".join(f"{kind} {human(size)}" for kind, size in sizes.weights.items())

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from executor_svc.models.fit import read_rate as rates
-from executor_svc.models.fit.sizes import Sizes, read_sizes
+from executor_svc.models.fit.sizes import ModelSizes, read_sizes
 from executor_svc.models.fit.text import Room, fit_lines, fit_sentence
 from tests.helpers.paths import ROOT
 
 DEMO = ROOT / "models" / "cadenza-demo"
-SIZES = Sizes("llama", {"Q4_K": 900_000, "F32": 100_000}, kv_bytes=1000, context_limit=4096, dtype="bfloat16")
+SIZES = ModelSizes("llama", {"Q4_K": 900_000, "F32": 100_000}, kv_bytes=1000, context_limit=4096, dtype="bfloat16")
 
 
 def test_the_demo_model() -> None:

@@ -108,18 +108,18 @@ class State:
     async def generating_with(self, key: str | None) -> SchedulerCaller:
         """The same for a key."""
         self.check_room()
+        if self.link.is_away:
+            message = await self.link.why_unserved()
+            raise ApiError(503, message, code="unavailable", retry_after_s=_RETRY_S)
         return await self.caller_with(key)
 
     def check_room(self) -> None:
-        """Raise ApiError while no request can be served."""
+        """Raise ApiError while no request is taken."""
         if self.is_stopping:
             raise ApiError(503, "the gateway is stopping", code="unavailable", retry_after_s=_RETRY_S)
         if self.counts.num_running > self.config.http_max_requests:
             message = f"{self.config.http_max_requests} requests run, which is the limit (--http-max-requests)"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
-        if self.link.is_away:
-            message = f"the scheduler at {self.link.target} does not serve: it is away, or has no executor"
-            raise ApiError(503, message, code="unavailable", retry_after_s=_RETRY_S)
 
 
 STATE = web.AppKey("state", State)

@@ -26,7 +26,7 @@ import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cadenza_common.grammar.compiling import STACK_BYTES, GrammarError, new_matcher, short
+from cadenza_common.grammar.compiling import STACK_BYTES, GrammarError, error_of, new_matcher, short
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.grammar.table import TableSource
 
@@ -155,7 +155,7 @@ def what_is_wrong(content: dict[str, Any], table: Any) -> str:
         # The first mask is work too, which a limit may end.
         matcher.compute_bitmask()
         if matcher.is_error():
-            return short(matcher.get_error())
+            return error_of(matcher, spec)
     except GrammarError as error:
         return str(error)
     except MemoryError:

@@ -57,8 +57,19 @@ def new_matcher(spec: GrammarSpec, table: Any, *, apart: bool = False) -> Any:
         table, to_grammar(spec, table, apart=apart), log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
     )
     if matcher.is_error():
-        raise GrammarError(short(matcher.get_error()))
+        raise GrammarError(error_of(matcher, spec))
     return matcher
+
+
+def error_of(matcher: Any, spec: GrammarSpec) -> str:
+    """Return what is wrong with a matcher's constraint.
+
+    Where a schema became a grammar of ours, its place and its text say nothing to who wrote the schema.
+    """
+    message = matcher.get_error()
+    if spec.kind != "grammar" and _OF_SCHEMA in message:
+        message = _LISTING.split(message[message.index(_OF_SCHEMA) :])[0]
+    return short(message)
 
 
 def to_grammar(spec: GrammarSpec, table: Any, *, apart: bool = False) -> str:
@@ -90,8 +101,6 @@ def to_grammar(spec: GrammarSpec, table: Any, *, apart: bool = False) -> str:
 
 def short(message: str) -> str:
     """Return a message in one line, cut to a length that an error may have."""
-    if _OF_SCHEMA in message:  # in a grammar that is ours: its place and its text say nothing to who wrote the schema
-        message = _LISTING.split(message[message.index(_OF_SCHEMA) :])[0]
     # A panic of the library comes with its stack.
     line = " ".join(message.partition("<backtrace>")[0].replace(_NOT_VERBOSE, "").split())
     line = line.replace(_NO_TEXT, "no text fits: it allows nothing, or refers to itself without an end")

@@ -59,7 +59,8 @@ def with_local_files(config: ExecutorConfig) -> ExecutorConfig:
     Folders of the hub keep their names here, which stand for the tokenizer too. Raises LoaderError.
     """
     paths = {}
-    for option in ("model", "speculative_model"):
+    has_draft = config.speculative in ("draft", "eagle3", "auto")
+    for option in ("model", "speculative_model") if has_draft else ("model",):
         name = getattr(config, option)
         if name and not Path(name).expanduser().exists() and not looks_like_path(name):
             path = _download(name, with_weights=config.load_format != "dummy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -43,6 +44,9 @@ def field_of_grammar(error: InvalidRequestError | FailedPreconditionError) -> st
     return field if field.startswith(_ON_THE_WIRE) else ""
 
 
+_AROUND_SCHEMA = re.compile(r".*?(failed to compile JSON schema: .*?)(?: \d+ \| .*)?")
+
+
 @contextlib.contextmanager
 def errors_of_constraint(name: str) -> Iterator[None]:
     """Errors of the scheduler about a constraint become those of the field that the caller gave; raises ApiError."""
@@ -52,7 +56,13 @@ def errors_of_constraint(name: str) -> Iterator[None]:
         field = field_of_grammar(error)
         if not field:
             raise
-        raise bad_request(f"{name}: {error.message.removeprefix(f'{field}: ')}", name) from None
+        raise bad_request(f"{name}: {_of_schema(error.message.removeprefix(f'{field}: '))}", name) from None
+
+
+def _of_schema(message: str) -> str:
+    """What is wrong with a schema, without the grammar that the gateway made around it and its lines."""
+    found = _AROUND_SCHEMA.fullmatch(message)
+    return message if found is None else found[1]
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from cadenza_common.grammar.child import what_is_wrong
 from cadenza_common.grammar.compiling import new_matcher
 from cadenza_common.grammar.json_schema import with_whitespace
 from cadenza_common.grammar.spec import GrammarSpec
+from gateway_svc.fields.constraints import _of_schema
 
 llguidance = pytest.importorskip("llguidance")
 TABLE = llguidance.LLTokenizer("byte")
@@ -116,10 +117,12 @@ def test_what_no_text_fits_is_refused_in_words(kind, text):
     ],
 )
 def test_errors_of_a_schema_show_no_grammar_around_it(schema, error):
-    """As behind a thought, in a Lark grammar that no client wrote."""
+    found = what_is_wrong({"kind": "json_schema", "text": json.dumps(schema)}, TABLE)
+    assert re.fullmatch(f"failed to compile JSON schema: .*{error}.*", f"failed to compile JSON schema: {found}")
+    assert "%json" not in found
+    # As behind a thought: the gateway makes a Lark grammar, and takes its lines off again.
     text = '%llguidance {}\nstart: ("<think>")? answer\nanswer: %json ' + json.dumps(schema)
-    for kind, constraint in (("json_schema", json.dumps(schema)), ("grammar", text)):
-        found = what_is_wrong({"kind": kind, "text": constraint}, TABLE)
-        assert re.fullmatch(f"failed to compile JSON schema: .*{error}.*", f"failed to compile JSON schema: {found}")
-        assert "<think>" not in found
-        assert "%json" not in found
+    found = _of_schema(what_is_wrong({"kind": "grammar", "text": text}, TABLE))
+    assert re.fullmatch(f"failed to compile JSON schema: .*{error}.*", found)
+    assert "<think>" not in found
+    assert "%json" not in found

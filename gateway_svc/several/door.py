@@ -49,6 +49,12 @@ class DoorState(State):
         """The list of models."""
         return self.all.roster
 
+    def check_room(self) -> None:
+        """Also while nobody can say which models there are."""
+        super().check_room()
+        if self.link.is_away:
+            raise ApiError(503, "the models cannot be loaded: their launcher is away", code="unavailable")
+
     async def asked(
         self, request: web.Request, read: Callable[[Mapping[str, Any]], A], *, generates: bool = True
     ) -> tuple[A, State, SchedulerCaller]:

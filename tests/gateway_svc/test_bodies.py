@@ -27,6 +27,8 @@ from gateway_svc.requests.tokens import read_detokenize, read_tokenize
 from gateway_svc.scheduler.generation import Generation
 from gateway_svc.vllm.parameters import read_params
 
+pytestmark = pytest.mark.slow
+
 USER = {"role": "user", "content": "hi"}
 
 

@@ -17,6 +17,8 @@ from tests.helpers.hub.fake_hub import FakeHub, fake_hub
 from tests.helpers.hub.in_process import use_hub
 from tests.helpers.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 GGUF = ROOT / "tests" / "data" / "gguf" / "llama-q4_k_m.gguf"
 DEMO = ROOT / "models" / "cadenza-demo"
 

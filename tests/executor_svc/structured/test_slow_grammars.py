@@ -17,6 +17,8 @@ from executor_svc.structured.mask_threads import SLOW_S, MaskThreads
 from executor_svc.structured.matcher import GrammarState
 from tests.helpers.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 LONG = "root ::= " + " | ".join(f"r{i}" for i in range(200)) + "\n"
 LONG += "".join(f'r{i} ::= "a{i}" [a-z]+\n' for i in range(200))
 

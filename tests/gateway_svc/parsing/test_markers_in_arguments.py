@@ -25,6 +25,8 @@ from tests.gateway_svc.parsing.test_streamed_parts import (
 )
 from tests.helpers.models.outputs_in_deltas import Token, deltas, message_of, parse, whole
 
+pytestmark = pytest.mark.slow
+
 QWEN_TAGS = ("<function=f>", "</function>", "<parameter=a>", "\n")
 KEYS = ("a", "city", "x_1")
 SCRAPS = st.sampled_from(

@@ -17,6 +17,8 @@ from tests.helpers.models.toy_tokenizers import hf_byte_level
 from tests.helpers.scheduler.scheduler_world import world
 from tests.helpers.scheduler.scripted_executor import ScriptedExecutor
 
+pytestmark = pytest.mark.slow
+
 STRICT = (
     "{% if messages | selectattr('role', 'equalto', 'system') | list | length > 1 %}"
     "{{ raise_exception('one system message') }}{% endif %}"

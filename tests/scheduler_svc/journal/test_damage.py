@@ -18,6 +18,8 @@ from scheduler_svc.journal.store import JournalBatch, JournalStore, _load, _load
 from scheduler_svc.plan_loop.clock import SystemClock
 from tests.helpers.scheduler.journals import admission, end, new_tokens, opened_store, sample, stored
 
+pytestmark = pytest.mark.slow
+
 _PAGE_BYTES = 512
 """The smallest of SQLite, so that there are few bytes to flip."""
 _LOG_HEADER, _FRAME = 32, 24 + _PAGE_BYTES

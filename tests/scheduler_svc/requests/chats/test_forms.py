@@ -14,6 +14,8 @@ from scheduler_svc.requests.chats.template import compile_template, render
 from tests.helpers.models.chat_templates import HERMES, LLAMA, MISTRAL, QWEN_THINKING, TOOLS, USER
 from tests.helpers.models.chats import chat_of
 
+pytestmark = pytest.mark.slow
+
 GUARD = (
     "{% for m in messages %}{{ m.role }}: "
     "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %};{% endfor %}"

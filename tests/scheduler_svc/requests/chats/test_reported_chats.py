@@ -14,6 +14,8 @@ from tests.helpers.models.chat_templates import USER
 from tests.helpers.models.chats import chat_of
 from tests.scheduler_svc.requests.chats.test_forms import changes, text_of
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = (
     "{% for m in messages %}{% if m.role == 'user' and loop.previtem is defined and loop.previtem.role == 'user' %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}] {{ m.content }}{% endfor %}"

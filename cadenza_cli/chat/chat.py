@@ -15,7 +15,7 @@ import typer
 from cadenza.client import Client
 from cadenza.errors import CadenzaError, FailedPreconditionError, UnavailableError
 from cadenza.outputs import RequestOutput
-from cadenza_cli.chat.commands import HELP_TEXT, QUIT, command_of, obey
+from cadenza_cli.chat.commands import HELP_TEXT, QUIT, command_of, run_command
 from cadenza_cli.chat.conversation import Conversation
 from cadenza_cli.chat.input import MessageReader, PipedMessages, TypedMessages, without_block
 from cadenza_cli.chat.silence import SilenceWatch
@@ -65,7 +65,7 @@ class _Shown:
     wrapper: Wrapper | None = None
     begun: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """`tell` is called by another thread."""
+    """`report` is called by another thread."""
 
     def write(self, text: str) -> None:
         """Write more of it."""
@@ -85,8 +85,8 @@ class _Shown:
         self.wrapper.width = width  # the window may have been resized
         write(self.wrapper.feed(printable(text)))
 
-    def tell(self, text: str) -> None:
-        """Tell something in the middle of it, in a line of its own."""
+    def report(self, text: str) -> None:
+        """Write a notice in the middle of it, in a line of its own."""
         with self.lock:
             if self.begun:
                 self.end()
@@ -159,11 +159,11 @@ def _talk(conversation: Conversation, model: str, interrupts: Interrupts, *, int
         elif command.name == QUIT:
             return
         else:
-            told = obey(command, conversation)
-            if told == HELP_TEXT:
-                sys.stderr.write(told)
+            reply = run_command(command, conversation)
+            if reply == HELP_TEXT:
+                sys.stderr.write(reply)
             else:
-                notice(told)
+                notice(reply)
 
 
 def _read(reader: MessageReader, interactive: bool) -> str | None:
@@ -187,7 +187,7 @@ def _answer(conversation: Conversation, message: str, interrupts: Interrupts, *,
         with (
             interrupts.listening(),
             unechoed(),
-            SilenceWatch(conversation.client, shown.tell) as watch,
+            SilenceWatch(conversation.client, shown.report) as watch,
             closing(_deltas(conversation)) as deltas,
         ):
             for delta in deltas:

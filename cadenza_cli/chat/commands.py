@@ -47,8 +47,8 @@ def command_of(message: str) -> ChatCommand | None:
     return ChatCommand(_ALSO.get(name, name), argument.strip())
 
 
-def obey(command: ChatCommand, conversation: Conversation) -> str:
-    """Do what a command says, and return what to tell: a text of one line or of several."""
+def run_command(command: ChatCommand, conversation: Conversation) -> str:
+    """Run a command and return its reply, of one line or of several."""
     match command.name:
         case "/reset":
             conversation.reset()

@@ -13,10 +13,10 @@ QUIET_S = 2.0
 
 
 class SilenceWatch:
-    """While open, asks the server after each long silence whether an executor is away, and tells it once a silence."""
+    """While open, asks the server after each long silence whether an executor is away, and reports it once."""
 
-    def __init__(self, client: Client, tell: Callable[[str], None], quiet_s: float = QUIET_S) -> None:
-        self._client, self._tell, self._quiet_s = client, tell, quiet_s
+    def __init__(self, client: Client, report: Callable[[str], None], quiet_s: float = QUIET_S) -> None:
+        self._client, self._report, self._quiet_s = client, report, quiet_s
         self._heard = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="silence", daemon=True)
@@ -34,16 +34,16 @@ class SilenceWatch:
         self._heard.set()
 
     def _watch(self) -> None:
-        told = False
+        reported = False
         while not self._closed.is_set():
             if self._heard.wait(self._quiet_s):
                 self._heard.clear()
-                told = False
-            elif not told:
+                reported = False
+            elif not reported:
                 reason = self._reason()
-                told = bool(reason)
+                reported = bool(reason)
                 if reason and not (self._closed.is_set() or self._heard.is_set()):
-                    self._tell(reason)
+                    self._report(reason)
 
     def _reason(self) -> str:
         """What is away; empty: nothing is, and the answer is waited for."""

@@ -15,7 +15,7 @@ from cadenza.errors import UnavailableError
 from cadenza.sampling_params import SamplingParams
 from cadenza.v1 import generation_pb2 as pb
 from cadenza_cli.app import run
-from cadenza_cli.chat.commands import HELP_TEXT, ChatCommand, command_of, obey
+from cadenza_cli.chat.commands import HELP_TEXT, ChatCommand, command_of, run_command
 from cadenza_cli.chat.conversation import Conversation
 from cadenza_cli.chat.input import is_open_block, without_block
 from cadenza_cli.chat.silence import SilenceWatch
@@ -85,7 +85,7 @@ def conversation(**own) -> Conversation:
 @pytest.mark.parametrize(("message", "near"), [("/rest", "/reset"), ("/qiut now", "/quit"), ("/halp", "/help")])
 def test_an_unknown_command_suggests_the_nearest(message, near):
     command = command_of(message)
-    assert f"did you mean {near}?" in obey(command, conversation())
+    assert f"did you mean {near}?" in run_command(command, conversation())
 
 
 @pytest.mark.parametrize(
@@ -102,26 +102,26 @@ def test_an_unknown_command_suggests_the_nearest(message, near):
     ],
 )  # fmt: skip
 def test_sampling_is_set(typed, told):
-    assert obey(command_of(typed), conversation()) == told
+    assert run_command(command_of(typed), conversation()) == told
 
 
 def test_a_system_message_begins_a_new_conversation():
     talk = conversation()
     talk.messages = [{"role": "user", "content": "one"}]
-    assert obey(ChatCommand("/system", ""), talk) == "there is no system message"
-    obey(command_of("/system Be brief."), talk)
+    assert run_command(ChatCommand("/system", ""), talk) == "there is no system message"
+    run_command(command_of("/system Be brief."), talk)
     assert talk.messages == [{"role": "system", "content": "Be brief."}]
-    assert obey(ChatCommand("/system", ""), talk) == "the system message: Be brief."
+    assert run_command(ChatCommand("/system", ""), talk) == "the system message: Be brief."
 
 
 def test_a_conversation_is_saved_once(tmp_path):
     talk, path = conversation(), tmp_path / "talk.json"
     talk.messages = [{"role": "user", "content": "Zoë"}]
-    assert obey(ChatCommand("/save", str(path)), talk) == f"written to {path}"
+    assert run_command(ChatCommand("/save", str(path)), talk) == f"written to {path}"
     assert json.loads(path.read_text(encoding="utf-8")) == {"messages": talk.messages}
-    assert "is there already" in obey(ChatCommand("/save", str(path)), talk)
-    assert obey(ChatCommand("/save", str(tmp_path / "no" / "x")), talk).endswith("No such file or directory")
-    assert obey(ChatCommand("/save", ""), talk) == "/save needs the name of a file"
+    assert "is there already" in run_command(ChatCommand("/save", str(path)), talk)
+    assert run_command(ChatCommand("/save", str(tmp_path / "no" / "x")), talk).endswith("No such file or directory")
+    assert run_command(ChatCommand("/save", ""), talk) == "/save needs the name of a file"
 
 
 class _Counting:

@@ -51,7 +51,7 @@ class DoorState(State):
 
     def check_room(self) -> None:
         """Also while nobody can say which models there are."""
-        super().check_room()
+        State.check_room(self)  # super() does not work in a dataclass with slots
         if self.link.is_away:
             raise ApiError(503, "the models cannot be loaded: their launcher is away", code="unavailable")
 

@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from tests.helpers.forks import client as forks
 from tests.helpers.kept import begin_run, end_run
+from tests.helpers.marks import sample
 
 # Tests pass without a network, so no hub is contacted; and test processes must not fight over two cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -60,6 +61,11 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sample(items)
 
 
 def pytest_collection_finish() -> None:

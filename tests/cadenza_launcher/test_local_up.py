@@ -192,6 +192,7 @@ def test_up_ends_when_the_first_start_fails(fakes, name):
     assert "starting it again" not in err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

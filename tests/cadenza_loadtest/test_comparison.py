@@ -98,6 +98,7 @@ def of_one_distribution(seed: int) -> LoadTestFile:
     return LoadTestFile(label="x", command=[], settings={}, server=None, points=[point])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_equals_are_called_different_about_as_often_as_stated() -> None:
     """40 comparisons of independent metrics: 2 false differences are expected at 95%, of a bootstrap's 93% 3; more

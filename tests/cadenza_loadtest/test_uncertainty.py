@@ -92,6 +92,7 @@ def test_intervals_of_independent_values_hold_the_truth(statistic: str, truth: f
     assert 106 <= held <= 119
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_blocks_hold_the_truth_where_neighbours_are_alike() -> None:
     """An autoregressive series with a correlation of 0.7: an interval that assumes independent values is about 0.42

@@ -123,6 +123,7 @@ def test_misses_are_counted_limit_by_limit() -> None:
     assert (watch.num_missed, watch.num_judged) == (3, 5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_file_of_capacities() -> None:
     view = SilentView()

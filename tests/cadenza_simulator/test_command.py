@@ -109,6 +109,7 @@ def test_points_of_sweeps_and_executors(costs: str, tmp_path: Path) -> None:
     assert not len(file.points[0].runs[0].requests.gap_s)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_search_ends_with_a_table_and_a_picture(
     costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -130,6 +130,7 @@ def chat_run(placement: PlacementName, schedule: list[tuple[float, RequestShape]
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_expected_time_shortens_the_tail_of_round_robin() -> None:
     schedule = chat(num_system_prompts=12, num_sessions=150, rate=15.0)

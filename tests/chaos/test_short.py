@@ -43,6 +43,7 @@ def short_schedule(num_executors: int) -> list[Fault]:
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("num_executors", CHOSEN)

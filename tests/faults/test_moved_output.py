@@ -95,6 +95,7 @@ async def output(client: AsyncClient) -> list[int]:
     return list(result.outputs[0].token_ids)
 
 
+@pytest.mark.long
 async def test_output_waits_for_an_executor_of_its_numerics(model: Path) -> None:
     """The number of threads is a part of the fingerprint, so neither stream can go on at the other executor."""
     async with asyncio.timeout(100), services(model, ONE, TWO) as (executors, client):

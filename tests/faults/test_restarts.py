@@ -120,6 +120,7 @@ def test_an_executor_that_is_stopped_is_killed_and_started_again(up: Up) -> None
     )
 
 
+@pytest.mark.long
 def test_requests_wait_until_their_deadlines_while_the_executor_cannot_start(model: Path, costs: Path) -> None:
     """Six failures, health NOT_SERVING; then the model is whole again, and the stream goes on."""
     params = SamplingParams(max_tokens=200, temperature=0.8, seed=5, ignore_eos=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import pytest_asyncio
 
 from tests.helpers.gateway.gateway import gateway
 from tests.helpers.scheduler.scheduler_world import world
@@ -42,4 +43,11 @@ async def simulated(tokenizer_folder):
 async def g(w):
     """The gateway."""
     async with gateway(w.target) as it:
+        yield it
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_gateway(tokenizer_folder):
+    """A gateway for all of a file's bodies that are refused; its tests run in the module's event loop."""
+    async with world(tokenizer=tokenizer_folder) as w, gateway(w.target) as it:
         yield it

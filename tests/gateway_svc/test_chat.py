@@ -92,6 +92,7 @@ async def test_what_clients_send_back_of_an_answer_changes_nothing(g):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param"),
@@ -124,8 +125,8 @@ async def test_what_clients_send_back_of_an_answer_changes_nothing(g):
         ({"messages": [USER], "service_tier": "priority"}, "service_tier"),
     ],
 )
-async def test_what_is_wrong_is_named(g, body, param):
-    error = (await g.post(PATH, body, 400))["error"]
+async def test_what_is_wrong_is_named(shared_gateway, body, param):
+    error = (await shared_gateway.post(PATH, body, 400))["error"]
     assert error["param"] == param, error
 
 
@@ -189,6 +190,7 @@ async def test_a_streamed_response(w, g):
     assert [*itertools.chain.from_iterable(event["logprobs"] for event in events[4:-4])] == whole["logprobs"]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param"),
@@ -214,5 +216,5 @@ async def test_a_streamed_response(w, g):
         ({"input": "a", "text": {"verbosity": "low"}}, "text"),
     ],
 )
-async def test_what_is_wrong_with_a_response_is_named(g, body, param):
-    assert (await g.post("/v1/responses", body, 400))["error"]["param"] == param
+async def test_what_is_wrong_with_a_response_is_named(shared_gateway, body, param):
+    assert (await shared_gateway.post("/v1/responses", body, 400))["error"]["param"] == param

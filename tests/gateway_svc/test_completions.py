@@ -161,6 +161,7 @@ async def test_best_of_returns_the_most_likely(simulated):
     assert refused["error"]["param"] == "best_of"
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param"),
@@ -206,8 +207,8 @@ async def test_best_of_returns_the_most_likely(simulated):
         ({"prompt": "a", "allowed_token_ids": [10**6]}, "allowed_token_ids"),
     ],
 )
-async def test_what_is_wrong_is_named(g, body, param):
-    error = (await g.post(PATH, body, 400))["error"]
+async def test_what_is_wrong_is_named(shared_gateway, body, param):
+    error = (await shared_gateway.post(PATH, body, 400))["error"]
     assert error["param"] == param, error
     assert error["type"] == "invalid_request_error"
     assert error["message"]

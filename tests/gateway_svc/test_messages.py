@@ -50,6 +50,7 @@ async def test_a_stop_sequence_is_named(simulated):
     assert stop not in answer["content"][0]["text"]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "named"),
@@ -69,8 +70,8 @@ async def test_a_stop_sequence_is_named(simulated):
         ({"nothing": 1}, "nothing"),
     ],
 )
-async def test_what_is_wrong_is_named_in_anthropics_shape(g, change, named):
-    answer = await g.post(PATH, {**BODY, **change}, 400)
+async def test_what_is_wrong_is_named_in_anthropics_shape(shared_gateway, change, named):
+    answer = await shared_gateway.post(PATH, {**BODY, **change}, 400)
     assert answer["type"] == "error"
     assert answer["error"]["type"] == "invalid_request_error"
     assert named in answer["error"]["message"]

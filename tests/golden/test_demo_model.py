@@ -122,6 +122,7 @@ def test_heldout_arithmetic(demo: Demo, form: str) -> None:
     assert share >= MIN_EXACT, failures
 
 
+@pytest.mark.long
 def test_long_story_ends_by_itself(demo: Demo) -> None:
     """Answers reach towards 200 tokens and still end by EOS, beside short ones in the same batch."""
     prompts = ["Tell me a long story about a fox.", "讲一个长故事，关于小猫的。", "12+34="]

@@ -111,6 +111,7 @@ def after_forks(stepper: Stepper, num_tokens: int) -> dict[str, Any]:
 FORKS = columns(*((slot, 0) for slot in range(1, len(SAMPLINGS))))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 19])
 def test_n_samples_of_a_prompt_are_n_sequences(model: Model, stepper: Stepper, length: int) -> None:
     """Beside another sequence that decodes, and one whose prompt comes in chunks meanwhile."""

@@ -103,6 +103,7 @@ IN_OTHER_KINDS = LOW | {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", short_and_long([*CASES, *IN_OTHER_KINDS], CASES))
 def test_greedy_equals_transformers(tmp_path: Path, name: str) -> None:
     case = {**CASES, **IN_OTHER_KINDS}[name]

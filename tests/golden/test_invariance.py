@@ -84,6 +84,7 @@ def test_same_request_same_bits(golden: Golden, name: str) -> None:
     check(golden, SETTINGS[name])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("golden", "name", "share"),
     short_and_long(
@@ -115,6 +116,7 @@ def test_same_bits_with_a_draft_model(golden: Golden, name: str, share: float, t
     assert accepted > (0.2 if share else 0.95), counts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("golden", "name", "layout"),
     short_and_long(

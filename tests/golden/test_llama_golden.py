@@ -66,6 +66,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_llama(tmp_path_factory.mktemp("golden"), **CHECKPOINTS[request.param])
 
 
+@pytest.mark.sampled(4)
 def test_greedy_equals_transformers(checkpoint: Path) -> None:
     reference, model = transformers_model(checkpoint), Model(checkpoint)
     prompts = random_prompts(model.loaded.geometry.vocab_size, PROMPT_LENGTHS)
@@ -75,6 +76,7 @@ def test_greedy_equals_transformers(checkpoint: Path) -> None:
     assert equal > 0.8 * NEW_TOKENS * len(prompts), "too few tokens were compared to prove anything"
 
 
+@pytest.mark.sampled(4)
 def test_bfloat16_is_close(checkpoint: Path) -> None:
     check_bfloat16(checkpoint, random_prompts(90, PROMPT_LENGTHS)[-1])
 

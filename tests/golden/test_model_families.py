@@ -133,11 +133,13 @@ def test_greedy_equals_transformers(folders: dict[str, Path], name: str) -> None
     assert len({token for ours in found for token in ours.tokens}) > 20, "continuations do not wander"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_bfloat16_is_close(folders: dict[str, Path], name: str) -> None:
     check_bfloat16(folders[name], random_prompts(131, (90,))[0], **CASES[name].options)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     short_and_long(
@@ -212,6 +214,7 @@ async def serve(folder: Path, prompts: list[list[int]], ignore_eos: bool, **opti
     return outputs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "dynamic", "longrope, long"])
 async def test_through_both_services(folders: dict[str, Path], name: str) -> None:
     case = CASES[name]

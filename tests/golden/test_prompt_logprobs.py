@@ -86,6 +86,7 @@ def joined(reported: list[LogprobColumns]) -> tuple[bytes, ...]:
     return tuple(np.concatenate([getattr(item, name) for item in reported]).tobytes() for name in columns)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CHUNKINGS)
 @pytest.mark.parametrize("company", [False, True], ids=["alone", "in company"])
 def test_every_chunking_gives_transformers_logprobs(model: Model, expected: Tensor, name: str, company: bool) -> None:

@@ -113,6 +113,7 @@ def sharing(run: Run, slot: int, tokens: list[int], num_shared: int) -> Admitted
     return sequence(slot, tokens, run.blocks(0)[:num_shared] + run.blocks(slot)[:8], num_shared * BLOCK_SIZE)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("released", [False, True], ids=["while held", "after its release"])
 @pytest.mark.parametrize(("num_shared", "num_more"), [(1, 1), (1, 7), (2, 8), (2, 9), (5, 3), (7, 20)])
 def test_a_prefix_that_another_has_computed(model: Model, num_shared: int, num_more: int, released: bool) -> None:

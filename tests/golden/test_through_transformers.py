@@ -120,6 +120,7 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
         build_model(options(folder))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SHAPES)
 def test_greedy_equals_transformers(folders: dict[str, Path], name: str) -> None:
     """Chunks beside decodes, a prefix that another has computed, blocks that are used again."""
@@ -154,6 +155,7 @@ def test_greedy_equals_transformers(folders: dict[str, Path], name: str) -> None
     assert not any(isinstance(part, nn.Linear) for part in served.model.modules())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2", "falcon", "gemma2", "gpt_neox"])
 def test_bfloat16_is_close(folders: dict[str, Path], name: str) -> None:
     """Our bf16 logits differ from transformers' fp32 ones by no more than its own bf16 logits do, or little more."""

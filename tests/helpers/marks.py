@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,3 +25,20 @@ def short_and_long(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
         found.append(pytest.param(*arguments, marks=() if is_short else pytest.mark.long))
     assert not left, f"no such values: {left}"
     return found
+
+
+def sample(items: Iterable[pytest.Item]) -> None:
+    """Mark long all but n cases of each function marked `sampled(n)`: those whose names have the smallest hashes.
+
+    So the cases are the same on each machine, and any of a product's parameters may be among them.
+    """
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_function in cases.values():
+        of_function.sort(key=lambda item: hashlib.sha256(item.name.encode()).digest())
+        mark = of_function[0].get_closest_marker("sampled")
+        assert mark is not None
+        for item in of_function[mark.args[0] :]:
+            item.add_marker("long")

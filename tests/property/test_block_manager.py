@@ -87,6 +87,7 @@ TestBlocks = BlockMachine.TestCase
 TestBlocks.settings = settings(max_examples=60, stateful_step_count=40)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_histories(seed: int) -> None:
     """Long ones, in which every kind of thing happens often: hypothesis prefers simple ones."""

@@ -102,6 +102,7 @@ def test_loads_that_no_run_had_before(model: Model, drafts: dict[str, Draft | No
     check(model, drafts, fresh_seed(), num_settings=3)
 
 
+@pytest.mark.sampled(1)
 def test_the_comparison_sees_a_small_difference(model: Model) -> None:
     """Let what is cached change a little after a step: the outputs must differ, or these tests prove nothing."""
     load = draw_load(random.Random(0), model.loaded.geometry.vocab_size, NUM_CHATS)

@@ -102,6 +102,7 @@ LLM_CALLS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", short_and_long(LLM_CALLS, LLM_CALLS[:1]))
 def test_while_llm_works(tmp_path, call):
     before = f"llm = LLM({str(ROOT / 'models' / 'cadenza-demo')!r}, num_threads=1, use_tqdm_on_load=False)"

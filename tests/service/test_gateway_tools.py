@@ -111,6 +111,7 @@ def check(name: str, arguments: str) -> None:
     jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("style", short_and_long(STYLES, [each for each in STYLES if each not in STRICT[1:]]))
 def test_every_required_call_is_valid(urls, style):
     client = openai_client(urls[style])
@@ -187,6 +188,7 @@ def test_a_named_tool_is_called_on_each_api(urls):
     assert behind > before
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("style", STRICT)
 def test_strict_tools_hold_calls_alone_to_their_schemas(urls, style):
     """A bias makes the model write the marker now and then."""

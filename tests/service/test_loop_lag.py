@@ -166,6 +166,7 @@ async def send_to_executor(channel: grpc.aio.Channel, method: str, messages: lis
     return "OK"
 
 
+@pytest.mark.long
 async def test_a_fuzz_of_messages_to_an_executor_holds_no_loop(tmp_path: Path) -> None:
     rng = random.Random(21)
     options = ("--simulate", "instant", "--num-gpu-blocks", "1000")

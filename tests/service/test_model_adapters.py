@@ -68,6 +68,7 @@ def check_tokens(reference: Any, prompt: list[int], found: list[int]) -> None:
             return
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", short_and_long(FAMILIES, ["gemma3_text", "llama", "phi3"]))
 async def test_tokens_are_those_of_peft(family: str, tmp_path: Path) -> None:
     """Adapters of all kinds and none in one batch, more than may run at once."""

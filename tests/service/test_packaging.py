@@ -235,6 +235,7 @@ main()
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("without", "command", "message"),
     [

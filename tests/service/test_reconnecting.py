@@ -92,6 +92,7 @@ async def stream(client: AsyncClient, params: SamplingParams, request_id: str | 
     return [delta async for delta in client.stream(PROMPT, params, request_id)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "min_cuts"),
     [("greedy", 6), pytest.param("samples", 6, marks=pytest.mark.long), ("logprobs", 6), ("best_of", 1), ("beams", 1)],

@@ -121,6 +121,7 @@ def kinds(records: Records, kind: str) -> list[Any]:
     return [getattr(record, kind) for record in records if record.HasField(kind)]
 
 
+@pytest.mark.sampled(1)
 def test_the_run_is_what_it_says(recorded: Path) -> None:
     """Else the other tests prove little."""
     header, records = read(recorded)

@@ -114,6 +114,7 @@ async def test_an_abort_ends_every_sample(reference: Reference) -> None:
     assert ends == {0: "abort", 1: "abort", 2: "abort"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 async def test_samples_and_beams_notice_no_preemption(reference: Reference, preemption: str) -> None:
     requests = [drawn(n=3, seed=1), drawn(n=2, seed=2, logprobs=0), params(beam_width=3, n=3), drawn(seed=3), params()]

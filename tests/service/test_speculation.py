@@ -211,6 +211,7 @@ def test_the_demo_with_its_draft_answers_the_same() -> None:
     assert "static batches" in plain
 
 
+@pytest.mark.long
 def test_the_demo_with_its_draft_answers_in_fewer_steps() -> None:
     answers, drafted = run_demo("--speculative", "draft")
     assert len(answers) == 10

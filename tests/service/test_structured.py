@@ -137,6 +137,7 @@ def test_what_ends_by_itself_is_valid(expected: list[Any]) -> None:
         assert re.fullmatch("[ab]{2,8}" if detail == "eos" else "[ab]{0,8}", text), text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("executor", "scheduler"),
     [

@@ -22,6 +22,7 @@ _ENDS = [*sorted(FinishDetail.__members__.keys() - {"GRAMMAR"}), "ModelChangedEr
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_promise_holds_and_everything_happens() -> None:
     """A failure names its seed, and the command that repeats it."""
     reports = run_chunk([*range(NUM_CHECKED), _RARE])

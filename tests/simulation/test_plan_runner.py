@@ -17,6 +17,7 @@ _ONE_RUNNER = ("other numerics", "poison", "failed step", "out of memory")
 """Faults that only the plan runner has, or that leave another state behind."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 13))
 def test_both_executors_give_the_same_history(seed: int) -> None:

@@ -214,6 +214,7 @@ def test_addresses():
             check_address("127.0.0.1", port)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_interpreter")
 @pytest.mark.parametrize(

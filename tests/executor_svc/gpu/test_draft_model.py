@@ -62,6 +62,7 @@ def drafting(model: Model, folder: Path, **limits: Any) -> Stepper:
     return stepper
 
 
+@pytest.mark.long
 def test_every_draft_is_accepted(cpu: Model, gpu: Model, folder: Path) -> None:
     """But those behind a stop: of penalties, bad words, stop ids, chunks of prompts beside decodes."""
     expected = outputs(Stepper(cpu, max_drafts=MAX_DRAFTS), 0)

@@ -35,6 +35,7 @@ def tokens_of(model: Model) -> list[list[int]]:
     return [result.token_ids.tolist() for result in results]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", short_and_long([*FAMILIES, *HOSTED], [*SEVERAL_LAYERS, "gpt2"]))
 def test_tokens_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
     """Heads are of sizes that attention is not made for, and filled up."""

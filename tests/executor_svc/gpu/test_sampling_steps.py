@@ -159,6 +159,7 @@ def random_plans(seed: int, num_steps: int) -> Plans:
     return plans
 
 
+@pytest.mark.long
 def test_random_requests_never_wait_for_the_host(cpu: Model, gpu: Model, waits: list[int]) -> None:
     plans = random_plans(1, 12)
     expected = results(cpu, plans)

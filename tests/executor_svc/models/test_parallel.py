@@ -48,6 +48,7 @@ def logits_of(threads: RankThreads, tokens: list[int]) -> Tensor:
     return on_ranks(threads.size, run)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", short_and_long(FAMILIES, ["gemma2", "llama", "qwen2"]))
 def test_logits_are_those_of_transformers(checkpoint: Callable[[str], Path], family: str) -> None:

@@ -47,6 +47,7 @@ def test_the_bound_in_bytes_holds(num_scopes):
     assert SMALLEST_MAX_BYTES / 3 < largest <= SMALLEST_MAX_BYTES
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("num_scopes", short_and_long([1, 300], [1]))
 def test_shared_bytes_are_those_that_python_allocates(num_scopes):

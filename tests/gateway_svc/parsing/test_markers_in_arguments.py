@@ -70,6 +70,7 @@ def as_written(tools: str, own: set[str], calls: list, draw) -> list[str]:
     return [part for each in found for part in ([each] if each in own or each not in IDS else [each[:1], each[1:]])]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tools", ALL_FORMATS)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())

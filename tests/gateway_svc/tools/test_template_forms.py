@@ -25,6 +25,7 @@ STRICT = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% endif %}{% endfor %}"
 ) + HERMES
 """It reads the content of each turn of the assistant, as Qwen3's does, and takes one system message, as Qwen3.5's."""
+SHORT = {"max_tokens": 4}
 PLAIN = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
 """As SmolLM2's: it shows no tools."""
 
@@ -47,7 +48,7 @@ def bodies(arguments: Any) -> list[tuple[str, dict[str, Any]]]:
     call = {"id": "c1", "type": "function", "function": function}
     result = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
     chats = [
-        {"messages": [USER, {"role": "assistant", "tool_calls": [call], **content}, result], "tools": TOOLS}
+        {"messages": [USER, {"role": "assistant", "tool_calls": [call], **content}, result], "tools": TOOLS, **SHORT}
         for content in ({}, {"content": None}, {"content": ""}, {"content": []})
     ]
     items = [
@@ -60,7 +61,7 @@ def bodies(arguments: Any) -> list[tuple[str, dict[str, Any]]]:
     answered = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "sunny"}]}
     return [
         *((CHAT, body) for body in chats),
-        (RESPONSES, {"input": items, "tools": FLAT}),
+        (RESPONSES, {"input": items, "tools": FLAT, "max_output_tokens": 4}),
         (MESSAGES, {"messages": [*turns, answered], "tools": ANTHROPIC, "max_tokens": 4}),
     ]
 
@@ -85,8 +86,8 @@ async def test_system_and_developer_together(gateways: Gateway) -> None:
     system, developer = {"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Say degrees."}
     said = {"role": "assistant", "content": "Fine."}
     for messages in ([system, developer, USER], [developer, system, USER], [system, USER, said, developer, USER]):
-        await gateways.post(CHAT, {"messages": messages})
-    await gateways.post(RESPONSES, {"instructions": "Be brief.", "input": [developer, USER]})
+        await gateways.post(CHAT, {"messages": messages, **SHORT})
+    await gateways.post(RESPONSES, {"instructions": "Be brief.", "input": [developer, USER], "max_output_tokens": 4})
     await gateways.post(MESSAGES, {"system": "Be brief.", "messages": [system, USER], "max_tokens": 4})
     await gateways.post(MESSAGES, {"system": "Be brief.", "messages": [USER, said, system, USER], "max_tokens": 4})
 
@@ -103,4 +104,4 @@ async def test_tools_that_the_model_would_not_see_are_refused(gateways: Gateway)
         answer = await gateways.post(path, body, status=400)
         assert answer["error"]["message"] == "tools: the chat template never shows tools to the model"
         assert answer["error"].get("param", "tools") == "tools"
-    await gateways.post(CHAT, {"messages": [USER], "tools": TOOLS, "tool_choice": "none"})
+    await gateways.post(CHAT, {"messages": [USER], "tools": TOOLS, "tool_choice": "none", **SHORT})

@@ -133,6 +133,7 @@ def test_a_swap_without_a_result_is_lost() -> None:
     assert bench.tokens["b"] == bench.known("b")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])

@@ -73,6 +73,7 @@ def tiles(code: EmulatedCode, monkeypatch: pytest.MonkeyPatch) -> Tiles:
     return code.tiles
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_of_every_number_have_the_bits_of_the_model(tiles: Tiles, shape: tuple[int, int]) -> None:
     """And nothing beyond x, the weight and the bias enters them."""
@@ -101,6 +102,7 @@ def test_several_items_and_outputs(tiles: Tiles) -> None:
     assert bool(((found.double() - exact).abs() <= 2**-8 * exact.abs() + 72 * 2**-23 * sizes).all())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", BLOCKS)
 def test_blocks_of_many_rows(tiles: Tiles, shape: tuple[int, int, int]) -> None:
     rows, columns, inner = shape

@@ -181,6 +181,7 @@ def test_as_long_as_the_model_allows() -> None:
     assert not bool((scratch[:used] == 77).all())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("plain", "windowed"), short_and_long([(F32, BF16), (BF16, F32)], [(BF16, F32)]))
 @pytest.mark.parametrize("isa", ISAS)
 def test_as_compiled_for_lower_levels(isa: str, plain: torch.dtype, windowed: torch.dtype) -> None:

@@ -124,6 +124,7 @@ def check(found: Tensor, x: Tensor, y: Tensor, chosen: list[int], adapters: list
     assert worst <= 1.0
 
 
+@pytest.mark.sampled(3)
 @settings(max_examples=35)
 @given(
     seed=st.integers(0, 2**31),
@@ -300,6 +301,7 @@ def test_adapters_of_embeddings(kernels: CpuKernels, dtype: torch.dtype, rank: i
     assert equal_bits(scaled, (found.float() * torch.tensor(1.7)).to(dtype))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("inner", [37, 64])
 def test_replaced_rows_of_a_head(kernels: CpuKernels, dtype: torch.dtype, inner: int) -> None:

@@ -46,6 +46,7 @@ def check(linear: CpuLinear, x: Tensor, weight: Tensor, bias: Tensor | None, out
     assert worst <= 1.0
 
 
+@pytest.mark.sampled(3)
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),

@@ -45,6 +45,7 @@ class Noted(Code):
         self.owners.append(self)
 
 
+@pytest.mark.long
 def test_a_name_has_the_same_instructions_in_every_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "shared_code", lambda isa: Noted(isa))
     for name, empty in (("texts", {}), ("compiled", {}), ("owners", [])):

@@ -71,6 +71,7 @@ def product(
     return out
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     short_and_long(
@@ -117,6 +118,7 @@ def test_nan_of_e4m3_marks_its_group(device: torch.device) -> None:
     assert torch.equal(out.cpu().isnan(), bad)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "rows", "dtype"),
     short_and_long(

@@ -43,6 +43,7 @@ def plain_head(order: OrderPolicy, waiting: list[SequenceGroup]) -> SequenceGrou
     return min(waiting, key=lambda group: (order.rank(order.subqueue(group)), order.key(group)), default=None)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("seed", range(6))

@@ -52,6 +52,7 @@ def test_turns_of_the_user_that_follow_each_other_are_one_where_turns_alternate(
     assert text_of(ROUNDS, with_system).endswith("[user] one\n\ntwo[system] now")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("call_id", ["call_862cd66434a849ae9db1e94c", "toolu_01", "functions.f:0", "1"])
 def test_ids_of_other_servers_where_nine_letters_and_digits_are_demanded(call_id: str) -> None:
     assert changes(IDS)["short_ids"]

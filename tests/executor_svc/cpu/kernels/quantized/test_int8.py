@@ -126,6 +126,7 @@ def extreme(kind: QuantFormat, rows: int, columns: int) -> QuantBlock:
     return block
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(("kernels", "name"), cases(NAMES), indirect=["kernels"])
 def test_every_number_of_rows_has_the_bits_of_the_reference(kernels: CpuKernels, name: str) -> None:
     """Odd numbers of rows of the weight; with a scale for a row, also columns that end within a step."""
@@ -153,6 +154,7 @@ def test_types_of_gguf_have_the_bits_of_the_reference(name: str) -> None:
         assert same(linear(x[:count], F32), wanted[:count].bfloat16().float())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("kernels", "name"), cases(WHOLE_ROWS), indirect=["kernels"])
 def test_one_scale_for_a_row_of_x(kernels: CpuKernels, name: str) -> None:
     inner = 110 if "rows" in name else 768

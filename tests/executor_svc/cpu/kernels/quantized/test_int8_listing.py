@@ -42,6 +42,7 @@ def used(loop: Loop, instruction: str) -> set[str]:
 CASES = [(name, kind) for name in ISA_NAMES for kind in (Q4_0, Q8_0)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "kind"), short_and_long(CASES, [case for case in CASES if case[1] == Q4_0 or case[0] in ("avx2", "amx")])
 )

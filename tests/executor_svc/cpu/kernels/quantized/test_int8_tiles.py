@@ -77,6 +77,7 @@ def tiles(code: EmulatedCode, monkeypatch: pytest.MonkeyPatch) -> Tiles:
     return code.tiles
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "whole_row"), short_and_long(CASES, SHORT))
 def test_rows_have_the_bits_of_the_reference(tiles: Tiles, name: str, whole_row: bool) -> None:
     """Of whole and partial blocks of rows, panels and chunks of steps."""

@@ -103,6 +103,7 @@ def check(found: Tensor, x: Tensor, weight: Tensor, magnitudes: Tensor, bias: Te
     assert ((found.double() - expected).abs() / bound).max() <= 1.0
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("kernels", "name"), cases(), indirect=["kernels"])
 def test_products(kernels: CpuKernels, dtype: torch.dtype, name: str) -> None:
     inner = 70 if "rows" in name else 768
@@ -171,6 +172,7 @@ def test_parts_with_orders_of_columns_and_a_bias(kernels: CpuKernels, dtype: tor
     assert equal_bits(linear(x)[:, 33:54], alone(x))
 
 
+@pytest.mark.sampled(2)
 @without_avx512
 @pytest.mark.parametrize("name", ["Q4_K", INT8_ROWS])
 def test_nan_and_infinity_stay_in_their_row(kernels: CpuKernels, name: str) -> None:

@@ -37,6 +37,7 @@ def compare(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0) -
     check(call)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("block_size", "dtype"), [(16, F16), (16, F32), (COPIED_BLOCK, BF16)])
 @pytest.mark.parametrize("head_size", short_and_long(HEAD_SIZES, HEAD_SIZES[::2]))
 def test_head_sizes_and_dtypes(head_size: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -85,6 +86,7 @@ def test_window_over_many_key_tiles(device: torch.device) -> None:
 FP8_CACHES = [*zip(HEAD_SIZES, (16, 8, 32, 32, 16), strict=True), (64, COPIED_BLOCK), (96, COPIED_BLOCK)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("head_size", "block_size", "dtype"), [*((*sizes, BF16) for sizes in FP8_CACHES), (*FP8_CACHES[0], F16)]
 )
@@ -104,6 +106,7 @@ def test_fp8_cache_with_queries_that_fp16_does_not_hold(device: torch.device) ->
     check(replace(call, scale=1e-6))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", short_and_long([1, 64, 65, 129], [1, 65]))
 @pytest.mark.parametrize(("head_size", "kv_dtype"), [(96, None), (80, F8), (256, F8)])
 def test_the_copy_engine_fetches_what_threads_load(

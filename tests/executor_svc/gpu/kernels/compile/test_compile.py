@@ -79,6 +79,7 @@ def refused(tmp_path_factory):
     return {(build["name"], build["arch"]): Build(**build) for build in report["builds"]}, report["refused"], cache
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("label", "message"),

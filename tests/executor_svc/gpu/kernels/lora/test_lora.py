@@ -46,6 +46,7 @@ def check(x: Tensor, y: Tensor, found: Tensor, of_rows: list[int], adapters: dic
     assert torch.equal(bits(found[alone]), bits(y[alone]))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [QKV, UNALIGNED, WIDE], ids=["qkv", "unaligned", "wide"])
 def test_a_mixed_batch(shape: LoraShape, dtype: torch.dtype, device: torch.device) -> None:

@@ -87,6 +87,7 @@ def test_embeddings(num_rows: int, dtype: torch.dtype, device: torch.device) -> 
     assert torch.equal(Placed(ADAPTERS, 5, dtype, device).embeddings(tokens, y, of_rows), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 @pytest.mark.parametrize("num_rows", [24, FEW_ROWS + 3])

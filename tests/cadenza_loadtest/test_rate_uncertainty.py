@@ -26,6 +26,7 @@ def served(seed: int, rate: float = 5.0, takes_s: float = 1.0) -> RequestColumns
     return columns(gaps, due_s=due_s, first_s=first_s, last_s=due_s + takes_s, num_output_tokens=[10] * len(due_s))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("takes_s", [0.2, 4.0])
 def test_intervals_hold_the_rate_about_as_often_as_they_say(takes_s: float) -> None:

@@ -72,6 +72,7 @@ def test_bins_of_many_values_change_little() -> None:
             assert abs(got[name][row] - np.quantile(whole, share)) < 0.2 * got[name].std(), name
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("statistic", "truth"),

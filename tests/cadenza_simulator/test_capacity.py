@@ -65,6 +65,7 @@ def test_twice_the_executors_hold_twice_the_rate() -> None:
     assert two / one == pytest.approx(2.0, rel=0.15)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stricter_slo_holds_no_more() -> None:
     busy = profile({"step_us": 10_000.0, "token_us": 50.0}, **BUSY)

@@ -107,6 +107,7 @@ def test_classic_questions(demo: Demo, form: str) -> None:
     assert share == 1.0, failures
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["raw", "chat"])
 def test_heldout_wordings(demo: Demo, form: str) -> None:
     """A seeded sample of wordings that training never showed, generated and hand-written."""

@@ -22,6 +22,7 @@ def predicting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return Golden(folder, model, run(model, ALONE)[0], request.param)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("predicting", "name"),
     short_and_long(

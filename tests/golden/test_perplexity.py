@@ -67,6 +67,7 @@ def dense(texts: list[Text]) -> float:
     return perplexity(texts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("weights", "activations"), short_and_long(BOUNDS, [("int8", "off"), ("int4", "int8")]))
 def test_perplexity_stays_near_that_of_the_dense_model(
     texts: list[Text], dense: float, weights: str, activations: str

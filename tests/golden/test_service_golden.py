@@ -83,6 +83,7 @@ async def compare(folder: Path) -> None:
         check_teacher_forced(model, prompt, output.outputs[0].token_ids, theirs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", short_and_long(SHAPES, ["mha, tied", "llama 3 rope"]))
 async def test_tiny_checkpoints(tmp_path: Path, name: str) -> None:
     await compare(make_llama(tmp_path / "model", **SHAPES[name]))

@@ -117,7 +117,7 @@ def walk(compiler: Compiler, spec: GrammarSpec, rng: random.Random, most: int) -
 
 
 @given(schema=schemas, compact=st.booleans(), seed=st.integers(0, 10_000), most=st.sampled_from([3, 25, 120]))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_every_output_is_of_the_schema(
     compiler: Compiler, schema: dict[str, Any], compact: bool, seed: int, most: int
 ) -> None:

@@ -122,6 +122,7 @@ async def by_hand(stream: Stream, step: int, search: Search) -> list[tuple[list[
     return seen
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", [1, 8, 13])
 @pytest.mark.parametrize("sampling", [ASKING, PENALISED], ids=["plain", "penalised"])
 async def test_every_beam_is_what_it_is_alone(real: Harness, length: int, sampling: types_pb2.SequenceSampling) -> None:

@@ -112,6 +112,7 @@ async def test_both_dialects_have_the_tokens_of_our_own_client(services, expecte
     assert streams.reasons == ["length"] * len(PROMPTS)
 
 
+@pytest.mark.long
 async def test_their_streams_go_on_when_an_executor_is_killed(services, expected) -> None:
     streams = Streams(services)
     with Client(services.target) as client:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 JSON = {"json": {"type": "array", "items": {"type": "integer"}, "maxItems": 12}}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"speculative": "suffix", "num_speculative_tokens": 3}])
 async def test_a_run_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: dict[str, object]

@@ -27,6 +27,7 @@ def test_a_failure_is_traced_to_the_broken_promise(capsys: pytest.CaptureFixture
     assert f"repeat: python -m tests.simulation --seed {seed} --trace" in output
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_many_histories_run_in_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--histories", "60", "--seed", "7", "--workers", "2"]) == 0

@@ -73,6 +73,7 @@ def test_what_once_went_wrong_in_few_histories(seed: int) -> None:
     run_history(seed)
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", SEEDED_BUGS, ids=lambda bug: bug.name)

@@ -55,6 +55,7 @@ SHORT = [case for case in CASES if case[1] == "bfloat16" or case[0] in ("avx2", 
 """Kernels of floats have vectors of 256 or of 512 bits."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "dtype"), short_and_long(CASES, SHORT))
 def test_products_use_the_instructions_of_their_level(name: IsaName, dtype: Dtype) -> None:
     loops = products(name, dtype)

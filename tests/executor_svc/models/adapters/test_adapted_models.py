@@ -119,6 +119,7 @@ def test_logits_are_those_of_peft(
         check_logits(model(family), checkpoint(family), tmp_path / name, config, seed, merges=True)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("kind", TABLES)

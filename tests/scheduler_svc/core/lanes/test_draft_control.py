@@ -39,6 +39,7 @@ def test_no_acceptance_at_all_costs_under_two_percent(name: str, size: int) -> N
     assert any(found.choices[500:]), "it goes on looking for news"
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.7, 0.9])

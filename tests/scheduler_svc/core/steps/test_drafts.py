@@ -51,7 +51,7 @@ def run(bench: Bench, depth: int) -> int:
         max_size=4,
     ),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_drafts_change_no_token_and_no_end(
     max_drafts: int, depth: int, block_size: int, num_tokens: int, preemption: str, requests: list[dict[str, Any]]
 ) -> None:

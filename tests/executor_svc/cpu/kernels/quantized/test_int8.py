@@ -197,6 +197,7 @@ def test_nan_and_infinity_stay_in_their_row(kernels: CpuKernels, whole_row: bool
     assert found[[0, 1, 3, 4, 6, 8]].isfinite().all()
 
 
+@pytest.mark.sampled(1)
 @on_levels
 def test_parts_of_several_formats_with_orders_of_columns_and_a_bias(kernels: CpuKernels) -> None:
     """Q4_K_M mixes formats within one fused projection; fp8 multiplies rows as they are."""

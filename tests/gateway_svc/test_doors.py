@@ -109,6 +109,7 @@ async def test_unknown_paths_and_methods_have_the_apis_errors(g):
     assert (await g.post("/v1/load_lora_adapter", {}, 404))["error"]["code"] == "unknown_path"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"n": NaN}', b'{"n": ' + b"9" * 5000 + b"}"]
 )
@@ -121,6 +122,7 @@ def _deflated(body):
     return maker.compress(body) + maker.flush()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoding", "encode"),
     [("gzip", gzip.compress), ("X-GZIP", gzip.compress), ("deflate", zlib.compress), ("deflate", _deflated)],
@@ -142,6 +144,7 @@ async def test_a_body_that_is_not_encoded_as_it_says_is_the_clients_error(g, cap
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "\u00e9"])
 async def test_an_encoding_that_is_not_known_is_refused_in_the_apis_shape(g, encoding):
     for path in (CHAT, "/v1/messages"):

@@ -33,6 +33,7 @@ def text_of(event: dict | str) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failure_before_the_first_token_is_a_status(w, g, path, stream):
@@ -42,6 +43,7 @@ async def test_a_failure_before_the_first_token_is_a_status(w, g, path, stream):
     await w.idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in BODIES if "seed" in BODIES[path]])
 async def test_a_failure_later_is_no_answer_either(w, g, path):
     script(w, TEXT, end=False)

@@ -63,6 +63,7 @@ def test_a_schema_allows_what_the_table_does(path):
     assert not validator.is_valid({"temprature": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in REQUIRED if "lora" not in path])
 async def test_without_a_field_that_is_required_there_is_no_request(g, path):
     for name in REQUIRED[path]:

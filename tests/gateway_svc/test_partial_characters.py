@@ -28,6 +28,7 @@ def expected_offsets(ids) -> list[int]:
     return [max(at for at, first in enumerate(first_bytes) if first <= start) for start in starts][:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [[], ["好,"], ["zzz"]])
 async def test_completions_say_where_each_token_begins(w, g, stop):
     ids = script(w, TEXT)

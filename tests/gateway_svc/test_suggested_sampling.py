@@ -32,6 +32,7 @@ async def g(executor, tokenizer_folder):
         yield it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ASKED)
 async def test_what_a_request_leaves_out_is_the_models(executor, g, path):
     answer = await g.post(path, ASKED[path])
@@ -43,6 +44,7 @@ async def test_what_a_request_leaves_out_is_the_models(executor, g, path):
         assert (answer["temperature"], answer["top_p"]) == (0.25, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ASKED)
 async def test_what_a_request_says_holds(executor, g, path):
     await g.post(path, ASKED[path] | {"temperature": 1.0, "top_p": 1.0})

@@ -38,6 +38,7 @@ def with_floats(value):
     return [*map(float, value)] if isinstance(value, list) else float(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 async def test_three_point_zero_is_an_integer_in_every_field(w, g, path):
     script(w, "The quick brown fox")
@@ -80,6 +81,7 @@ async def test_refusals_of_earlier_answers_are_read_as_their_text(g):
         assert (await g.post("/v1/responses", {"input": turns}, 400))["error"]["param"] == "input"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 async def test_an_unknown_model_is_answered_with_the_served_ones_name(g, path):
     for name in ("gpt-4o", "x" * 300, "a\nb"):
@@ -98,6 +100,7 @@ class _ForAnySeed(dict):
         return self[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 async def test_no_character_ends_a_line_of_a_stream(w, g, path):
     """U+2028, U+2029 and U+0085 are ends of lines to many readers of events."""
@@ -122,6 +125,7 @@ async def test_no_character_ends_a_line_of_a_stream(w, g, path):
     assert texts == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "says"),
     [
@@ -145,6 +149,7 @@ async def test_what_is_no_http_is_answered_in_json(g, head, says):
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_field_that_is_too_large_is_named(g, path):
     many = {str(each): 1.0 for each in range(200_000)}

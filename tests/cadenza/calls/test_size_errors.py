@@ -11,6 +11,7 @@ from cadenza.sampling_params import SamplingParams
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompt", "params", "field"),
     [

@@ -165,6 +165,7 @@ def test_biases_are_optional_one_by_one(tmp_path: Path) -> None:
         assert torch.equal(piece, whole[16:32])
 
 
+@pytest.mark.slow
 def test_the_log_names_types_and_what_they_take(tmp_path: Path) -> None:
     """Also of those with equal formats; a whole panel of rows, so that nothing is filled up."""
     columns = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}

@@ -327,6 +327,7 @@ async def test_a_chat_needs_no_open_page(w, p):
     assert events[-2]["events"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "param"),
     [

@@ -145,6 +145,7 @@ async def test_a_thought_comes_back_by_its_encrypted_content_alone(hermes):
         assert (turn.role, turn.reasoning_content, turn.content) == ("assistant", "Well, é.", "Yes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["gAAAA", "cadenza:%", "cadenza:/w==", "cadenza:é", 5])
 async def test_a_thought_of_another_server_is_refused_by_name(hermes, given):
     item = {"type": "reasoning", "summary": [], "encrypted_content": given}

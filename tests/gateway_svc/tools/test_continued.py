@@ -20,6 +20,7 @@ def turn(text):
     return {"role": "assistant", "content": text}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "written", "thought", "content"),
     [

@@ -58,6 +58,7 @@ def inner(span: Span) -> list[str]:
     return [child.name for phase in span.children for child in phase.children if child.name != "step"]
 
 
+@pytest.mark.slow
 async def test_a_moved_request_names_both_executors(sink: Sink) -> None:
     async with fleet() as world:
         world.submit_mix(max_tokens=60)
@@ -90,6 +91,7 @@ async def test_a_request_whose_session_is_opened_again_resumes(sink: Sink) -> No
     assert inner(sink.of("a")) == ["executor_lost"]
 
 
+@pytest.mark.slow
 async def test_all_times_are_within_those_of_the_parent_and_on_the_wall_clock(sink: Sink) -> None:
     async with fleet() as world:
         world.submit_mix(max_tokens=60)

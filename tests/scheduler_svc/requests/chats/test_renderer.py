@@ -212,6 +212,7 @@ async def test_the_models_template_has_bounds_on_each_input(monkeypatch: pytest.
         chats.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "message"),
     [

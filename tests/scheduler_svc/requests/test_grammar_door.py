@@ -168,6 +168,7 @@ async def test_what_is_nested_too_deeply_is_refused(door: GrammarDoor, source: T
     assert "is nested too deeply: the compiler has 4 MiB of stack" in found
 
 
+@pytest.mark.slow
 async def test_what_takes_too_long_is_ended(source: TableSource) -> None:
     door = GrammarDoor(source, compile_s=1.5)
     assert await check(door, source, GOOD[0]) == ""

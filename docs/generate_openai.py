@@ -167,7 +167,8 @@ no calls, whatever the option says ([chats](chats.md#forms)).
   or no JSON. `instructions`, `system` and developer's messages become one system message ([chats](chats.md#forms)).
 - **Whether to think**: `reasoning_effort` (none, low to max), `reasoning.effort`, `output_config.effort` and `thinking`
   set `enable_thinking`, `thinking`, `reasoning`, `thinking_mode` and `thinking_budget` of the template, whichever it
-  reads; `chat_template_kwargs` count before them.
+  reads; `chat_template_kwargs` count before them. The effort is its `reasoning_effort` and `thinking_effort`; where it
+  refuses that word, the nearest that it knows, of two the lower (Qwen3.8: `high` is `medium`).
 - **The thought** is `reasoning` and `reasoning_content` of a chat's message (`include_reasoning=false` leaves it out),
   a `reasoning` item, or a `thinking` block where `thinking` is enabled. Its tokens are counted in `usage`.
 

@@ -9,6 +9,7 @@ import datetime
 import functools
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from scheduler_svc.requests.chats.efforts import near_efforts
 from scheduler_svc.requests.chats.fields import (
     MAX_PROMPT_CHARS,
     NOT_COMPILED,
@@ -55,18 +57,19 @@ def render(
 ) -> str:
     """Return a chat as text, with messages in this form; raises ChatError.
 
-    Tools that a template refuses are shown once more as it may expect them.
+    Tools that a template refuses are shown once more as it may expect them, and an effort that it refuses is the
+    nearest that it knows.
     """
     try:
         return _rendered(template, chat, special_tokens, form)
     except ChatError as error:
         full = full_tools(chat.tools)
-        if full == chat.tools:
-            raise
-        try:
-            return _rendered(template, replace(chat, tools=full), special_tokens, form)
-        except ChatError:
-            raise error from None
+        chats = [chat, replace(chat, tools=full)] if full != chat.tools else [chat]
+        others = [replace(each, template_kwargs=near) for near in near_efforts(chat.template_kwargs) for each in chats]
+        for other in [*chats[1:], *others]:
+            with suppress(ChatError):
+                return _rendered(template, other, special_tokens, form)
+        raise error from None
 
 
 def _rendered(

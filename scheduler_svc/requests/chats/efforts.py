@@ -25,7 +25,7 @@ def near_efforts(template_kwargs: str) -> list[str]:
     if not isinstance(effort, str) or words != [effort, effort]:
         return []
     if effort not in _SCALE:
-        others = _NOT_AT_ALL.get(effort, ())
+        others: tuple[str, ...] = _NOT_AT_ALL.get(effort, ())
     else:
         own = _SCALE.index(effort)
         others = tuple(sorted(_SCALE, key=lambda word: (abs(_SCALE.index(word) - own), _SCALE.index(word)))[1:])

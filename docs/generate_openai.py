@@ -154,7 +154,7 @@ no calls, whatever the option says ([chats](chats.md#forms)).
 - **Keys of tools and of `tool_choice`** that are not known are refused by name. `cache_control` and
   `eager_input_streaming` are accepted without effect: prefixes are cached, and arguments streamed, by themselves.
   `defer_loading`, `allowed_callers` and `input_examples` are refused unless they ask for nothing, and so are tools of
-  other types: custom ones with a grammar, and those that a server would call.
+  other types, as those that a server would call.
 - **`response_format` beside tools** constrains the content; with `auto` the answer is then calls or that JSON, and
   where a call is demanded there is no content. Other constraints, and `structured_outputs` beside such a demand, are
   refused.
@@ -167,7 +167,8 @@ no calls, whatever the option says ([chats](chats.md#forms)).
   or no JSON. `instructions`, `system` and developer's messages become one system message ([chats](chats.md#forms)).
 - **Whether to think**: `reasoning_effort` (none, low to max), `reasoning.effort`, `output_config.effort` and `thinking`
   set `enable_thinking`, `thinking`, `reasoning`, `thinking_mode` and `thinking_budget` of the template, whichever it
-  reads; `chat_template_kwargs` count before them.
+  reads; `chat_template_kwargs` count before them. The effort is its `reasoning_effort` and `thinking_effort`; where it
+  refuses that word, the nearest that it knows, of two the lower (Qwen3.8: `high` is `medium`).
 - **The thought** is `reasoning` and `reasoning_content` of a chat's message (`include_reasoning=false` leaves it out),
   a `reasoning` item, or a `thinking` block where `thinking` is enabled. Its tokens are counted in `usage`.
 
@@ -182,7 +183,11 @@ What coding agents send beside the APIs' fields is read as they mean it.
   does. Thoughts have a signature, without which clients do not send them back.
 - **Codex** (`wire_api = "responses"`): with `reasoning.encrypted_content` in `include` each thought has a string that
   brings it back in the next request, as nothing is kept here. The string holds the thought, and is not encrypted. A
-  string of another server is refused. Tools that a server would call, such as `web_search`, are to be switched off.
+  string of another server is refused. Its custom tools, as `apply_patch`, are functions with one text to the model, and
+  those of a namespace, as an MCP server's, functions with both names (`mcp__idea__open`); calls are answered, and come
+  back, as `custom_tool_call` and with `namespace`. The grammar of a custom tool stands in its description, and does not
+  constrain the text; a namespace's description stands in that of its first tool. Tools that a server would call, such
+  as `web_search`, are to be switched off.
 
 ## Fields
 

@@ -10,6 +10,7 @@ reads commands from stdin, each as JSON behind its length in 4 bytes:
 It writes answers to stdout in the same form: first `{"error": "..."}`, empty if the table is made, then for each
 constraint `{"id": N, "pid": P}`, the process that compiles it, and `{"id": N, "error": "..."}`, empty if all is well,
 or `{"id": N, "died": true}` if its process has ended without a word: for want of memory, or because it was dropped.
+The compiler's recursion has no limit but its stack, which is the same on all machines: that it is used up is an error.
 Each process has the table from this one, as a fork, which takes some milliseconds. All end with stdin.
 """
 
@@ -132,8 +133,14 @@ class _Compilations:
             content += part
         os.close(pipe)
         number = self._ids.pop(pipe)
-        os.waitpid(self._pids.pop(number), 0)
-        _write(self._answers, {"id": number} | ({"error": content[1:].decode()} if content else {"died": True}))
+        _, status = os.waitpid(self._pids.pop(number), 0)
+        if content:
+            answer: dict[str, Any] = {"error": content[1:].decode()}
+        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV:
+            answer = {"error": f"it is nested too deeply: the compiler has {STACK_BYTES // 2**20} MiB of stack"}
+        else:
+            answer = {"died": True}
+        _write(self._answers, {"id": number} | answer)
 
 
 def _on_its_stack(content: dict[str, Any], table: Any) -> str:
@@ -152,8 +159,9 @@ def what_is_wrong(content: dict[str, Any], table: Any) -> str:
     spec = GrammarSpec(**values)
     try:
         matcher = new_matcher(spec, table)
-        # The first mask is work too, which a limit may end.
+        # The first mask is work too, which a limit may end, and so are the first tokens that it leaves no choice of.
         matcher.compute_bitmask()
+        matcher.compute_ff_tokens()
         if matcher.is_error():
             return error_of(matcher, spec)
     except GrammarError as error:

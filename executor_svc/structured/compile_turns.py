@@ -41,7 +41,7 @@ class CompileTurns:
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="compiling", initializer=_yield_to_others)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="compiling", initializer=yield_to_others)
         self._lock = threading.Lock()
         self._waiting: TenantTurns[int, Turn] = TenantTurns()
         self._running: Counter[int] = Counter()
@@ -92,7 +92,7 @@ def with_large_stack(start: Callable[[], object]) -> None:
             threading.stack_size(former)
 
 
-def _yield_to_others() -> None:
+def yield_to_others() -> None:
     """Lower this thread's priority, where the system has one for each thread."""
     with suppress(OSError, AttributeError):
         thread = threading.get_native_id()

@@ -1,16 +1,21 @@
 """The threads that work on grammars: one for masks, which take microseconds, and one each for whatever takes longer.
 
 So what one grammar takes (an output of thousands of tokens to take, a mask of milliseconds) delays the rows with that
-grammar, and no others. llguidance lets the interpreter go meanwhile; the machine's cores are shared. Compilations have
-threads of their own, see `compile_turns`.
+grammar, and no others: what is known to be slow has a thread of its own, and where the shared one meets something slow
+unawares, another takes its place. llguidance lets the interpreter go meanwhile; the machine's cores are shared.
+Compilations have threads of their own, see `compile_turns`.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
-from executor_svc.structured.compile_turns import with_large_stack
+from executor_svc.structured.compile_turns import with_large_stack, yield_to_others
 from executor_svc.structured.compiler import Compiled
 from executor_svc.structured.matcher import GrammarState
 
@@ -23,10 +28,13 @@ class MaskThreads:
 
     def __init__(self, num_slots: int) -> None:
         """num_slots: how many sequences may have slow work at once. Work of a freed slot goes on for a while."""
-        self._quick = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._parts: deque[Callable[[], None]] = deque()
+        """Of the shared thread."""
         self._own = ThreadPoolExecutor(2 * num_slots, thread_name_prefix="grammars")
+        # A walk compiles its grammar again.
+        self._walking = ThreadPoolExecutor(2 * num_slots, thread_name_prefix="walks", initializer=yield_to_others)
         # A thread inherits its starter's priority. This one must not inherit the priority of a compiling thread.
-        with_large_stack(lambda: self._quick.submit(int))
+        self._shared = _SharedThread(self._parts)
 
     def run(
         self,
@@ -40,17 +48,19 @@ class MaskThreads:
 
         after: what the work begins with, which is not waited for by a thread.
         """
+        self.relieve()
         done: Future[None] = Future()
         if after is None or after.done():
             self._start(state, work, done, is_slow or _is_slow(after))
         else:
             after.add_done_callback(
-                lambda compiled: self._quick.submit(self._start, state, work, done, is_slow or _is_slow(compiled))
+                lambda compiled: self._share(lambda: self._start(state, work, done, is_slow or _is_slow(compiled)))
             )
         return done
 
     def run_each(self, parts: Sequence[tuple[GrammarState, Callable[[], None]]]) -> list[Future[None]]:
         """As `run` of each part, for less: what is quick is given to the thread at once."""
+        self.relieve()
         found, quick = [], []
         for state, work in parts:
             done: Future[None] = Future()
@@ -60,18 +70,28 @@ class MaskThreads:
             else:
                 quick.append((state, work, done))
         if quick:
-            self._quick.submit(self._run_each_quickly, quick)
+            self._parts.extend(partial(self._run_quickly, *part) for part in quick)
+            self._shared.go_on()
         return found
 
-    def _run_each_quickly(self, parts: Sequence[tuple[GrammarState, Callable[[], None], Future[None]]]) -> None:
-        for state, work, done in parts:
-            self._run_quickly(state, work, done)
+    def relieve(self) -> None:
+        """Let another thread go on with what waits for the shared one, if that has met something slow.
+
+        Called where work is given or waited for, by a thread whose priority the new one may have.
+        """
+        if self._parts and time.perf_counter() - self._shared.began > SLOW_S:
+            self._shared.is_replaced = True
+            self._shared = _SharedThread(self._parts)
+
+    def _share(self, part: Callable[[], None]) -> None:
+        self._parts.append(part)
+        self._shared.go_on()
 
     def _start(self, state: GrammarState, work: Callable[[], None], done: Future[None], is_slow: bool) -> None:
         if is_slow or state.last_s > SLOW_S:
             with_large_stack(lambda: self._own.submit(self._run, state, work, done))
         else:
-            self._quick.submit(self._run_quickly, state, work, done)
+            self._share(partial(self._run_quickly, state, work, done))
 
     def _run_quickly(self, state: GrammarState, work: Callable[[], None], done: Future[None]) -> None:
         if state.lexer_is_busy:
@@ -83,13 +103,39 @@ class MaskThreads:
     def _run(self, state: GrammarState, work: Callable[[], None], done: Future[None]) -> None:
         work()
         if state.must_walk:
-            with_large_stack(lambda: self._own.submit(self._walk, state, done))
+            with_large_stack(lambda: self._walking.submit(self._walk, state, done))
         else:
             done.set_result(None)
 
     def _walk(self, state: GrammarState, done: Future[None]) -> None:
         state.walk_alone()
         done.set_result(None)
+
+
+class _SharedThread:
+    """A thread for parts of many states, until another replaces it."""
+
+    def __init__(self, parts: deque[Callable[[], None]]) -> None:
+        self._parts = parts
+        self.is_replaced = False
+        self.began = math.inf
+        """When its present part began, by `time.perf_counter`; infinity: it has none."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        with_large_stack(self.go_on)
+
+    def go_on(self) -> None:
+        """Look for parts."""
+        self._thread.submit(self._run)
+
+    def _run(self) -> None:
+        while not self.is_replaced:
+            try:
+                part = self._parts.popleft()
+            except IndexError:
+                return
+            self.began = time.perf_counter()
+            part()
+            self.began = math.inf
 
 
 def _is_slow(compiled: Future[Compiled] | None) -> bool:

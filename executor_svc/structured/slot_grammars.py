@@ -162,6 +162,7 @@ class SlotGrammars:
             if self._has[slot]:
                 work = self._slots[slot].work
                 while not work.done() and is_running():
+                    self._threads.relieve()
                     _wait_for(work, _POLL_S)
 
     def masks(self, scheduled: Scheduled, elapsed_ns: int, is_late: IsLate | None) -> RowMasks | None:
@@ -245,6 +246,7 @@ class SlotGrammars:
             left = began + elapsed_s * min(1.0, len(hoped) / max(1, num_others)) - time.monotonic()
             if left <= 0:
                 break
+            self._threads.relieve()
             # The last one: threads work in the order of the slots. The more are done, the shorter is the wait.
             _wait_for(self._slots[hoped[-1]].work, min(left, _POLL_S))
         for slot in late:

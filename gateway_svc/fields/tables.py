@@ -165,7 +165,7 @@ RESPONSES = by_name(
         honoured(
             "input",
             "a string or a list",
-            "a text, or items: message with text parts, function_call, function_call_output, reasoning",
+            "a text, or items: message with text parts, reasoning, function_call, custom_tool_call, and their outputs",
         ),
         honoured("instructions", "a string", "a system message before the input"),
         honoured("max_output_tokens", "an integer", "default: as many as fit"),
@@ -189,7 +189,9 @@ RESPONSES = by_name(
         refused("previous_response_id", "nothing is kept here", "with store"),
         refused("conversation", "nothing is kept here", "refused too"),
         refused("prompt", "there are no stored prompts", "ignored"),
-        honoured("tools", "a list", "functions, flat; strict if they say so", "also tools of its own"),
+        honoured(
+            "tools", "a list", "functions, flat, strict if they say so; custom; namespace", "also tools of its own"
+        ),
         honoured("tool_choice", "a string or an object", "none, auto, required, a function, or allowed_tools"),
         honoured("parallel_tool_calls", "a boolean", "false: one call at most"),
         refused("max_tool_calls", "no tools are called here", "honoured"),

@@ -14,7 +14,14 @@ from cadenza.prompts import Prompt
 from gateway_svc.fields.constraints import errors_of_constraint
 from gateway_svc.http.errors import bad_request
 from gateway_svc.openai.answers import AnswerHead, ChunkEvents, Chunks, prompt_size
-from gateway_svc.openai.logprobs import CompletionLogprobs, TokenNames, bytes_of, prompt_logprobs, prompt_offsets
+from gateway_svc.openai.logprobs import (
+    CompletionLogprobs,
+    TokenNames,
+    bytes_of,
+    num_characters,
+    prompt_logprobs,
+    prompt_offsets,
+)
 from gateway_svc.openai.usage import final_usage, finish_of
 from gateway_svc.requests.completions import read_completion
 from gateway_svc.requests.request import GatewayRequest
@@ -138,7 +145,8 @@ class _Parts:
         if self._columns is None:
             return None
         rows, ids = list(new.logprobs or ()), list(new.token_ids)
-        offsets, self._end = _begins(new.text_ends, self._end, 0 if self._echo is None else len(self._echo.text))
+        raw = [bytes_of(row[each]) for each, row in zip(ids, rows, strict=True)]
+        offsets, self._end = _begins(new.text_ends, raw, self._end, 0 if self._echo is None else len(self._echo.text))
         if self._echo is not None and is_first:
             found = total()
             of_prompt, prompt_ids = found.prompt_logprobs or [], found.prompt_token_ids or []
@@ -151,13 +159,18 @@ class _Parts:
         return self._columns.columns(rows, ids, offsets)
 
 
-def _begins(ends: Sequence[int], last_end: int, num_before: int) -> tuple[list[int], int]:
+def _begins(ends: Sequence[int], raw: Sequence[bytes | None], last_end: int, num_before: int) -> tuple[list[int], int]:
     """Where tokens begin whose text ends there, behind a text of `num_before` characters; and where the last one ends.
 
-    A part of a character begins with the character, a token that is in no text where it would stand.
+    raw: the tokens' bytes. A part of a character begins with the character, a token that is in no text where it would
+    stand, and a token whose text comes together with what its predecessors have left unfinished behind that.
     """
-    begins = [num_before + each for each in (last_end, *ends[:-1])] if ends else []
-    return begins, ends[-1] if ends else last_end
+    begins = list[int]()
+    for end, each in zip(ends, raw, strict=True):
+        own = end - last_end if each is None else num_characters(each)
+        begins.append(num_before + max(last_end, end - own))
+        last_end = end
+    return begins, last_end
 
 
 class _CompletionChunks(ChunkEvents):

@@ -151,3 +151,9 @@ def bytes_of(logprob: Logprob) -> bytes | None:
     if logprob.token_bytes is not None or text is None or _NO_CHARACTER in text:
         return logprob.token_bytes
     return text.encode()
+
+
+def num_characters(raw: bytes) -> int:
+    """How many characters of a text a token has a part of; what is no UTF-8 stands there as characters, too."""
+    whole = raw.lstrip(_WITHIN_CHARACTER)
+    return len(whole.decode(errors="replace")) + (len(whole) < len(raw))

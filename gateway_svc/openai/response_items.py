@@ -10,6 +10,8 @@ from gateway_svc.openai.chat_message import call_id
 from gateway_svc.parsing.formats import Formats
 from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Part, Thought
 from gateway_svc.requests.response_input import carried
+from gateway_svc.requests.response_tools import input_of
+from gateway_svc.requests.tools import Tool
 
 Event = dict[str, Any]
 """Its type, and its fields but for the number."""
@@ -18,9 +20,12 @@ Event = dict[str, Any]
 class ResponseItems:
     """Makes items of the parts of an output, one after the other. Only the last one is open."""
 
-    def __init__(self, formats: Formats, *, shows_thought: bool, carries_thought: bool) -> None:
+    def __init__(self, formats: Formats, tools: Sequence[Tool], *, shows_thought: bool, carries_thought: bool) -> None:
         """carries_thought: whether reasoning has encrypted_content."""
         self._formats = formats
+        self._tools = {tool.name: tool for tool in tools}
+        self._arguments = ""
+        """Of the last item, if that is a call of a custom tool."""
         self._shows_thought = shows_thought
         self._carries_thought = carries_thought
         self._logprobs: list[dict[str, Any]] = []
@@ -41,6 +46,9 @@ class ResponseItems:
                 case CallBegin(_, name):
                     yield from self._begin_call(name)
                 case CallArguments(_, text):
+                    if self.output[-1]["type"] == "custom_tool_call":  # its text is known once they end
+                        self._arguments += text
+                        continue
                     self.output[-1]["arguments"] += text
                     yield self._of_item("response.function_call_arguments.delta", delta=text)
 
@@ -86,16 +94,19 @@ class ResponseItems:
 
     def _begin_call(self, name: str) -> Iterator[Event]:
         yield from self._close("completed")
-        yield from self._add_item(
-            {
-                "id": f"fc_{uuid.uuid4().hex}",
-                "type": "function_call",
-                "status": "in_progress",
-                "call_id": call_id(self._formats),
-                "name": name,
-                "arguments": "",
-            }
-        )
+        tool, self._arguments = self._tools.get(name), ""
+        is_custom = tool is not None and tool.custom is not None
+        item = {
+            "id": f"{'ctc' if is_custom else 'fc'}_{uuid.uuid4().hex}",
+            "type": "custom_tool_call" if is_custom else "function_call",
+            "status": "in_progress",
+            "call_id": call_id(self._formats),
+            "name": name if tool is None else tool.own_name,
+            "input" if is_custom else "arguments": "",
+        }
+        if tool is not None and tool.namespace:
+            item["namespace"] = tool.namespace
+        yield from self._add_item(item)
 
     def _add_item(self, item: dict[str, Any]) -> Iterator[Event]:
         self.output.append(item)
@@ -111,6 +122,10 @@ class ResponseItems:
         item["status"] = status
         if item["type"] == "function_call":
             yield self._of_item("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        elif item["type"] == "custom_tool_call":
+            item["input"] = input_of(self._arguments)
+            yield self._of_item("response.custom_tool_call_input.delta", delta=item["input"])
+            yield self._of_item("response.custom_tool_call_input.done", input=item["input"])
         else:
             (part,) = item["content"]
             text = {name: value for name, value in part.items() if name in ("text", "logprobs")}

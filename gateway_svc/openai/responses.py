@@ -51,6 +51,7 @@ class _Response:
         """Where its output is put together."""
         return ResponseItems(
             self.reading.formats,
+            self.request.use.tools,
             shows_thought=self.request.shows_thought,
             carries_thought=self.request.carries_thought,
         )

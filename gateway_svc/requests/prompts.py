@@ -80,11 +80,11 @@ def rendered_prompt(messages: Sequence[Any], values: Mapping[str, Any], use: Too
 
 
 def template_arguments(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Arguments of the template: those given, reasoning_effort as vLLM passes it, and whether the model thinks."""
+    """Arguments of the template: those given, the effort by both names that templates read, and whether it thinks."""
     if effort is None:
         return dict(given)
     thinks = thinking_arguments(effort != "none") if effort == "none" or effort in _EFFORTS else {}
-    return {"reasoning_effort": effort, **thinks, **given}
+    return {"reasoning_effort": effort, "thinking_effort": effort, **thinks, **given}
 
 
 def thinking_arguments(thinks: bool, mode: str = "", budget: int | None = None) -> dict[str, Any]:

@@ -19,13 +19,16 @@ from gateway_svc.fields.field import check_keys, shown
 from gateway_svc.fields.limits import MAX_TURNS, check_entries
 from gateway_svc.http.errors import ApiError, bad_request
 from gateway_svc.requests.prompts import chat_prompt, template_arguments
+from gateway_svc.requests.response_tools import INPUT, arguments_of, full_name
 from gateway_svc.requests.tools import ToolUse
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _KEYS = {
     "message": ("type", "role", "content", "id", "status", "phase"),
-    "function_call": ("type", "id", "call_id", "name", "arguments", "status"),
+    "function_call": ("type", "id", "call_id", "name", "namespace", "arguments", "status"),
+    "custom_tool_call": ("type", "id", "call_id", "name", "namespace", "input", "status"),
     "function_call_output": ("type", "id", "call_id", "output", "status"),
+    "custom_tool_call_output": ("type", "id", "call_id", "name", "output", "status"),
     "reasoning": ("type", "id", "summary", "content", "status", "encrypted_content"),
 }
 """By the type of an item: its fields."""
@@ -72,9 +75,9 @@ class _TurnBuilder:
         match kind:
             case "message":
                 self._message(item, where)
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 self._call(item, where)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 output = _content(item.get("output"), where)
                 self.messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
                 self._is_turn = False
@@ -93,9 +96,15 @@ class _TurnBuilder:
             self._is_turn = False
 
     def _call(self, item: Mapping[str, Any], where: str) -> None:
-        name, arguments = item.get("name"), item.get("arguments")
+        key = INPUT if item["type"] == "custom_tool_call" else "arguments"
+        name, arguments, namespace = item.get("name"), item.get(key), item.get("namespace")
         if not isinstance(name, str) or not isinstance(arguments, str):
-            raise bad_request(f"{where} must have name and arguments as strings", "input")
+            raise bad_request(f"{where} must have name and {key} as strings", "input")
+        if namespace is not None and not isinstance(namespace, str):
+            raise bad_request(f"{where}.namespace must be a string, not {shown(namespace)}", "input")
+        name = full_name(name, namespace or None)
+        if key == INPUT:
+            arguments = arguments_of(arguments)
         call = {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn().setdefault("tool_calls", []).append(call)
 

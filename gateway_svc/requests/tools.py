@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gateway_svc.fields.field import check_keys, shown
 from gateway_svc.fields.limits import MAX_TOOL_CHARS, MAX_TOOLS, check_entries
 from gateway_svc.http.errors import ApiError, bad_request
+from gateway_svc.requests.response_tools import custom_function, flat_tools, full_name, is_custom, prefix_of
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 Mode = Literal["none", "auto", "required"]
@@ -37,6 +38,33 @@ class Tool:
     """JSON schema of its arguments, an object; None: not given."""
     is_strict: bool = False
     """Whether its arguments must fit the schema."""
+    namespace: str | None = None
+    """Of /v1/responses: the group that it is in, with whose name its name begins."""
+    custom: Mapping[str, Any] | None = None
+    """Of /v1/responses: what was given, if its input is a free text."""
+
+    @property
+    def own_name(self) -> str:
+        """Its name within its namespace."""
+        return self.name.removeprefix(prefix_of(self.namespace)) if self.namespace else self.name
+
+    def object(self) -> dict[str, Any]:
+        """The tool in an answer of /v1/responses."""
+        if self.custom is not None:
+            return {**self.custom, "name": self.own_name}
+        return {
+            "type": "function",
+            "name": self.own_name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": self.is_strict,
+        }
+
+    def chosen(self) -> dict[str, Any]:
+        """The choice of it, there."""
+        return {"type": "function" if self.custom is None else "custom", "name": self.own_name} | (
+            {"namespace": self.namespace} if self.namespace else {}
+        )
 
     def rendered(self) -> dict[str, Any]:
         """The tool as chat templates expect it."""
@@ -81,23 +109,22 @@ class ToolUse:
         """tool_choice of an answer of /v1/responses."""
         if self.allowed is None:
             return self.mode if self.tools else "auto"
-        tools = [{"type": "function", "name": tool.name} for tool in self.callable]
+        tools = [tool.chosen() for tool in self.callable]
         if self.mode == "required" and len(tools) == 1:
             return tools[0]
         return {"type": "allowed_tools", "mode": self.mode, "tools": tools}
 
     def objects(self) -> list[dict[str, Any]]:
         """The tools in an answer of /v1/responses."""
-        return [
-            {
-                "type": "function",
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters,
-                "strict": tool.is_strict,
-            }
-            for tool in self.tools
-        ]
+        found: list[dict[str, Any]] = []
+        for tool in self.tools:
+            if tool.namespace is None:
+                found.append(tool.object())
+            elif found and found[-1]["type"] == "namespace" and found[-1]["name"] == tool.namespace:
+                found[-1]["tools"].append(tool.object())
+            else:
+                found.append({"type": "namespace", "name": tool.namespace, "tools": [tool.object()]})
+        return found
 
     def index_of(self, tool: Tool) -> int:
         """Its index in the request."""
@@ -111,7 +138,9 @@ def chat_tools(values: Mapping[str, Any]) -> ToolUse:
 
 def response_tools(values: Mapping[str, Any]) -> ToolUse:
     """Read the tools of /v1/responses, where a function is flat; raises ApiError."""
-    return _use(_tools(values.get("tools"), _flat_function), values, _chosen_flat)
+    given = values.get("tools") or []
+    check_entries("tools", given, MAX_TOOLS)
+    return _use(_checked([_flat_tool(*each) for each in flat_tools(given)]), values, _chosen_flat)
 
 
 def message_tools(values: Mapping[str, Any]) -> ToolUse:
@@ -187,7 +216,11 @@ def _chosen_inner(choice: Any, where: str) -> Any:
 
 def _chosen_flat(choice: Any, where: str) -> Any:
     """The same of responses."""
-    return _check_function(choice, where, ("type", "name")).get("name")
+    if is_custom(choice):
+        _check_keys(choice, where, ("type", "name", "namespace"))
+    else:
+        _check_function(choice, where, ("type", "name", "namespace"))
+    return full_name(choice.get("name"), choice.get("namespace"))
 
 
 def _allowed(tools: Sequence[Tool], names: Sequence[Any]) -> frozenset[str]:
@@ -202,7 +235,14 @@ def _tools(value: Any, function_of: Callable[[Any, str], Any], schema: str = "pa
     if not value:
         return ()
     check_entries("tools", value, MAX_TOOLS)
-    tools = [_tool(function_of(each, f"tools[{index}]"), f"tools[{index}]", schema) for index, each in enumerate(value)]
+    return _checked(
+        [_tool(function_of(each, f"tools[{index}]"), f"tools[{index}]", schema) for index, each in enumerate(value)]
+    )
+
+
+def _checked(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Tools that fit together; raises ApiError."""
+    check_entries("tools", tools, MAX_TOOLS)
     if len(json.dumps([tool.rendered() for tool in tools], ensure_ascii=False)) > MAX_TOOL_CHARS:
         raise bad_request(f"tools have over {MAX_TOOL_CHARS} characters in all", "tools")
     names = set[str]()
@@ -261,9 +301,17 @@ def _inner_function(value: Any, where: str) -> Any:
     return function
 
 
-def _flat_function(value: Any, where: str) -> Mapping[str, Any]:
+def _flat_tool(value: Any, where: str, namespace: str | None) -> Tool:
     """The tool of a response."""
-    return _check_function(value, where, _FLAT_KEYS)
+    if is_custom(value):
+        _check_neutral(value, where)
+        return replace(_tool(custom_function(value, where), where, "parameters"), namespace=namespace, custom=value)
+    kind = value.get("type", "function") if isinstance(value, Mapping) else None
+    if isinstance(kind, str) and kind != "function":
+        known = "function or custom" if namespace else "function, custom or namespace"
+        raise _wrong(where, f"must be of type {known}, not {shown(kind)}")
+    function = _check_function(value, where, _FLAT_KEYS)
+    return replace(_tool(function, where, "parameters"), namespace=namespace)
 
 
 def _custom(value: Any, where: str) -> Mapping[str, Any]:
@@ -276,11 +324,15 @@ def _custom(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _check_keys(value: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
+    _check_neutral(value, where)
+    check_keys(where, value, (*known, *_WITHOUT_EFFECT, *_NEUTRAL), where.partition("[")[0].partition(".")[0])
+
+
+def _check_neutral(value: Mapping[str, Any], where: str) -> None:
     for name, neutral in _NEUTRAL.items():
         given = value.get(name)
         if given is not None and not any(given == each and type(given) is type(each) for each in neutral):
             raise _wrong(where, f"has {name}, which is not supported: tools are shown to the model as they are")
-    check_keys(where, value, (*known, *_WITHOUT_EFFECT, *_NEUTRAL), where.partition("[")[0].partition(".")[0])
 
 
 def _wrong(where: str, why: str) -> ApiError:

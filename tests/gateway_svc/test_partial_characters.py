@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from cadenza.outputs import Logprob
-from gateway_svc.openai.logprobs import TokenNames, prompt_offsets
+from gateway_svc.openai.logprobs import TokenNames, num_characters, prompt_offsets
 from scheduler_svc.requests.token_bytes import bytes_of_token
 from tests.helpers.models.toy_tokenizers import byte_fallback, byte_level, unigram
 from tests.helpers.scheduler.scheduler_world import script
@@ -46,6 +46,33 @@ async def test_completions_say_where_each_token_begins(w, g, stop):
         if column == "text_offset":  # when they came, it was not known that a stop string would take them
             found = [min(each, len(choice["text"])) for each in found]
         assert found == columns[column]
+
+
+BROKEN = [b"\xe5", b" ", b"t", b"\xe4", b"\xbd", b"\xa0", b"\xf0", b"\x9f", b"a", b"\xc3", b"b", b"\xe5"]
+"""Tokens, some of which begin a character that the next one does not go on with."""
+
+
+async def test_a_token_behind_a_character_that_ends_in_nothing(w, g):
+    """Its text comes together with the sign for what is no character."""
+    tokenizer = byte_level()
+    ids_of = {raw_bytes(tokenizer, [each])[0]: each for each in range(tokenizer.vocab_size)}
+    w.executor.scripts[1] = [ids_of[raw] for raw in BROKEN]
+    body = {"prompt": "Hello", "seed": 1, "logprobs": 1, "max_tokens": len(BROKEN), "ignore_eos": True}
+    choice = (await g.post("/v1/completions", body))["choices"][0]
+    assert choice["text"] == "\ufffd t你\ufffda\ufffdb\ufffd"
+    found = choice["logprobs"]["text_offset"]
+    assert found == [0, 1, 2, 3, 3, 3, 4, 4, 5, 6, 7, 8]
+    events = await g.events("/v1/completions", body)
+    streamed = [each for event in events[:-1] for each in event["choices"][0]["logprobs"]["text_offset"]]
+    assert streamed == found
+
+
+@pytest.mark.parametrize(
+    ("raw", "num"),
+    [(b"", 0), (b"ab", 2), (b"\xe5", 1), (b"\xbd\xa0", 1), (b"\xa0b", 2), (b"a\xe5", 2), ("é你".encode(), 2)],
+)
+def test_characters_that_a_token_has_a_part_of(raw, num):
+    assert num_characters(raw) == num
 
 
 async def test_an_echo_has_the_places_of_the_prompts_tokens_too(simulated):

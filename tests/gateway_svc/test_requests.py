@@ -89,7 +89,7 @@ def test_whether_to_think_by_every_name_that_templates_read(given: object, expec
 
 @pytest.mark.parametrize(("effort", "expected"), [("none", OFF), ("high", ON), ("minimal", {})])
 def test_an_effort_says_whether_to_think(effort: str, expected: dict[str, Any]) -> None:
-    expected = {"reasoning_effort": effort} | expected
+    expected = {"reasoning_effort": effort, "thinking_effort": effort} | expected
     assert thought(read_chat({"messages": TURNS, "reasoning_effort": effort})) == expected
     assert thought(read_response({"input": "Hi", "reasoning": {"effort": effort}})) == expected
     body = {"messages": TURNS[1:], "max_tokens": 9, "output_config": {"effort": effort}}

@@ -8,7 +8,8 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from scheduler_svc.requests.chats.efforts import near_efforts
 from scheduler_svc.requests.chats.fields import (
     MAX_PROMPT_CHARS,
     NOT_COMPILED,
@@ -35,6 +37,8 @@ from scheduler_svc.requests.chats.variables import template_variables
 _OPEN_END = "CADENZA_OPEN_END "
 """Ends a message that is to be continued; the text is cut there. Without its space a template has trimmed the text."""
 _MARK = "CADENZASYSTEM"
+_ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
+"""Those of all APIs; others are a template's own."""
 _FORM = TemplateForm()
 
 
@@ -55,18 +59,19 @@ def render(
 ) -> str:
     """Return a chat as text, with messages in this form; raises ChatError.
 
-    Tools that a template refuses are shown once more as it may expect them.
+    Tools that a template refuses are shown once more as it may expect them, and an effort that it refuses is the
+    nearest that it knows.
     """
     try:
         return _rendered(template, chat, special_tokens, form)
     except ChatError as error:
         full = full_tools(chat.tools)
-        if full == chat.tools:
-            raise
-        try:
-            return _rendered(template, replace(chat, tools=full), special_tokens, form)
-        except ChatError:
-            raise error from None
+        chats = [chat, replace(chat, tools=full)] if full != chat.tools else [chat]
+        others = [replace(each, template_kwargs=near) for near in near_efforts(chat.template_kwargs) for each in chats]
+        for other in [*chats[1:], *others]:
+            with suppress(ChatError):
+                return _rendered(template, other, special_tokens, form)
+        raise error from None
 
 
 def _rendered(
@@ -74,19 +79,36 @@ def _rendered(
 ) -> str:
     order = arranged(chat.messages, form)
     later = later_system_texts(chat)
-    if later and not _shows_marks(template, chat, special_tokens, form, folds=False):
-        if not _shows_marks(template, chat, special_tokens, form, folds=True):
+    system = [index for index, each in enumerate(chat.messages) if is_system(each)]
+    folds = bool(later) and not _shows_marks(template, chat, special_tokens, form, system, folds=False)
+    if folds:
+        if not _shows_marks(template, chat, special_tokens, form, system, folds=True):
             message = "the chat template shows no system message here, nor its text in a turn of the user"
             raise ChatError(f"messages[{later[0]}].role", message)
         order = arranged(chat.messages, form, folds=True)
-    return _render(template, chat, template_variables(chat, special_tokens, form, _open(chat, order)))
+    text = _render(template, chat, template_variables(chat, special_tokens, form, _open(chat, order)))
+    of_roles: dict[str, list[int]] = {}
+    for index, each in enumerate(chat.messages):
+        if each.role not in _ROLES:
+            of_roles.setdefault(each.role, []).append(index)
+    for role, others in of_roles.items():
+        if not _shows_marks(template, chat, special_tokens, form, others, folds=folds):
+            message = f"the chat template shows no message of the role {role[:64]!a} here"
+            raise ChatError(f"messages[{others[0]}].role", message)
+    return text
 
 
 def _shows_marks(
-    template: jinja2.Template, chat: ChatFields, special_tokens: Mapping[str, Any], form: TemplateForm, *, folds: bool
+    template: jinja2.Template,
+    chat: ChatFields,
+    special_tokens: Mapping[str, Any],
+    form: TemplateForm,
+    indexes: Sequence[int],
+    *,
+    folds: bool,
 ) -> bool:
-    """Whether marks in place of the texts of system messages are rendered; raises ChatError if `folds`."""
-    marks = {index: f"{_MARK}{index}E" for index, each in enumerate(chat.messages) if is_system(each) and each.content}
+    """Whether marks in place of the texts of these messages are rendered; raises ChatError if `folds`."""
+    marks = {index: f"{_MARK}{index}E" for index in indexes if chat.messages[index].content}
     marked = [
         replace(each, content=marks[index]) if index in marks else each for index, each in enumerate(chat.messages)
     ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -95,3 +97,61 @@ def test_a_slow_first_mask_has_a_thread_of_its_own(
         after.set_result(compiled)
     done.result(20)
     assert [each.partition("_")[0] for each in threads] == [name]
+
+
+def begun(source: TableSource) -> GrammarState:
+    return GrammarState(GrammarSpec("regex", "a+"), Compiler(source), 0)
+
+
+@pytest.mark.parametrize("is_polled", [False, True])
+def test_a_mask_that_is_slow_unawares_delays_no_others(source: TableSource, is_polled: bool) -> None:
+    """As often as that happens: the thread that takes over is relieved like the first."""
+    threads, masks = MaskThreads(4), list[str]()
+    waits = [threading.Event() for _ in range(3)]
+
+    def mask() -> None:
+        masks.append(threading.current_thread().name)
+
+    slow, quick = [], []
+    for wait in waits:
+        entered = threading.Event()
+        parts = [
+            (begun(source), lambda wait=wait, entered=entered: (entered.set(), wait.wait(20))),
+            (begun(source), mask),
+        ]
+        found = threads.run_each(parts)  # type: ignore[arg-type]
+        slow.append(found[0])
+        quick.append(found[1])
+        assert entered.wait(20)
+        time.sleep(2 * SLOW_S)
+        if is_polled:
+            threads.relieve()
+            found[1].result(20)
+    last = threads.run(begun(source), mask)
+    time.sleep(2 * SLOW_S)
+    threads.relieve()
+    for done in (*quick, last):
+        done.result(20)
+    assert not any(done.done() for done in slow)
+    assert {name.partition("_")[0] for name in masks} == {"masks"}
+    assert len(masks) == 4
+    for wait in waits:
+        wait.set()
+    for done in slow:
+        done.result(20)
+    threads.run(begun(source), mask).result(20)
+    assert len(masks) == 5
+
+
+def test_what_walks_alone_yields_to_others(source: TableSource) -> None:
+    """It compiles its grammar again."""
+    nice = list[int]()
+
+    class Failed(GrammarState):
+        def walk_alone(self) -> None:
+            nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    state = Failed(GrammarSpec("regex", "a+"), Compiler(source), 0)
+    state.must_walk = True
+    MaskThreads(4).run(state, lambda: None).result(20)
+    assert nice == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]

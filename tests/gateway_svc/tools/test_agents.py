@@ -10,9 +10,11 @@ import json
 
 import pytest
 
+from gateway_svc.http.errors import ApiError
 from gateway_svc.requests.messages import messages_prompt
 from gateway_svc.requests.response_input import brought_back, carried, response_prompt
-from gateway_svc.requests.tools import ToolUse
+from gateway_svc.requests.response_tools import input_of
+from gateway_svc.requests.tools import ToolUse, response_tools
 from tests.helpers.models.tool_models import call_text
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -190,3 +192,162 @@ async def test_an_answer_is_sent_back_as_it_is_by_a_message(hermes):
     turns = [USER, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
     again = await hermes.post(MESSAGES, {**body, "messages": turns})
     assert [block["type"] for block in again["content"]] == ["thinking", "text", "tool_use"]
+
+
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/s"},
+}
+GROUP = {
+    "type": "namespace",
+    "name": "mcp__idea",
+    "description": "Tools of the editor.",
+    "tools": [
+        {"type": "function", "name": "open", "description": "Opens.", "parameters": {"type": "object"}},
+        {"type": "custom", "name": "say"},
+    ],
+}
+
+
+async def both(hermes, body):
+    """The items of an answer, which are the same in a stream, and the types of its events of calls."""
+    whole = await hermes.post(RESPONSES, body)
+    events = await hermes.events(RESPONSES, {**body, "stream": True})
+    streamed = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    ids = ("id", "call_id")
+    found = [
+        [{k: v for k, v in item.items() if k not in ids} for item in items] for items in (whole["output"], streamed)
+    ]
+    assert found[0] == found[1]
+    return whole, [event for event in events if "_call_" in event["type"]]
+
+
+async def test_a_custom_tool_is_called_with_a_text(hermes):
+    """Codex edits files so, and ends a turn whose call is that of a function."""
+    text = '*** Begin Patch\n+é "x" \\\n*** End Patch'
+    hermes.script(call_text("apply_patch", {"input": text}))
+    body = {**codex([]), "tools": [PATCH]}
+    answer, events = await both(hermes, body)
+    (call,) = answer["output"]
+    assert (call["type"], call["name"], call["input"], call["status"]) == (
+        "custom_tool_call",
+        "apply_patch",
+        text,
+        "completed",
+    )
+    assert call["id"].startswith("ctc_")
+    assert [event["type"] for event in events] == [
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+    ]
+    assert (events[0]["delta"], events[1]["input"]) == (text, text)
+    assert answer["tools"] == [PATCH]
+    result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "Done"}
+    await hermes.post(RESPONSES, {**codex([call, result]), "tools": [PATCH]})
+    turns = response_prompt(codex([call, result]), ToolUse()).messages[2:]
+    assert json.loads(turns[0].tool_calls[0].arguments) == {"input": text}
+    assert (turns[1].role, turns[1].content) == ("tool", "Done")
+
+
+async def test_tools_of_a_namespace_are_called_by_both_names(hermes):
+    hermes.script(call_text("mcp__idea__open", {"a": 1}) + call_text("mcp__idea__say", {"input": "Hi"}))
+    body = {**codex([]), "tools": [PATCH, GROUP], "parallel_tool_calls": True}
+    answer, _ = await both(hermes, body)
+    calls = [(each["type"], each["namespace"], each["name"]) for each in answer["output"]]
+    assert calls == [("function_call", "mcp__idea", "open"), ("custom_tool_call", "mcp__idea", "say")]
+    assert [each["name"] for each in answer["tools"][1]["tools"]] == ["open", "say"]
+    await hermes.post(RESPONSES, {**body, **codex(answer["output"]), "tools": body["tools"]})
+    turn = response_prompt(codex(answer["output"]), ToolUse()).messages[2]
+    assert [each.name for each in turn.tool_calls] == ["mcp__idea__open", "mcp__idea__say"]
+
+
+def test_what_the_model_sees_of_them():
+    rendered = response_tools({"tools": [PATCH, GROUP, {**GROUP, "name": "b__"}]}).rendered()
+    functions = [each["function"] for each in rendered]
+    assert [each["name"] for each in functions] == [
+        "apply_patch",
+        "mcp__idea__open",
+        "mcp__idea__say",
+        "b__open",
+        "b__say",
+    ]
+    assert functions[0]["description"] == "Edits files.\n\ninput must match this Lark grammar:\nstart: /.+/s"
+    assert functions[0]["parameters"]["required"] == ["input"]
+    assert functions[1]["description"] == "Tools of the editor.\n\nOpens."
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
+        ({"type": "function", "name": "open", "namespace": "mcp__idea"}, "mcp__idea__open"),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "apply_patch"}]},
+            "apply_patch",
+        ),
+    ],
+)
+def test_they_can_be_chosen(choice, name):
+    use = response_tools({"tools": [PATCH, GROUP], "tool_choice": choice})
+    assert ([tool.name for tool in use.callable], use.mode) == ([name], "required")
+    shown = use.choice_object()
+    assert {key: value for key, value in shown.items() if key != "mode"}.items() <= {**choice, **shown}.items()
+    assert shown["name"] == name.rpartition("__")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\nb"}', "a\nb"),
+        ('{"input": "cut of', "cut of"),
+        ('{"input": "a"', "a"),
+        ('{"inp', '{"inp'),
+        ('{"patch": "a"}', '{"patch": "a"}'),
+        ("[" * 100_000, "[" * 100_000),
+        ("", ""),
+    ],
+)
+def test_the_text_of_a_custom_call(arguments, text):
+    assert input_of(arguments) == text
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        ({"type": "web_search"}, "tools[0] must be of type function, custom or namespace, not 'web_search'"),
+        ({**GROUP, "tools": [GROUP]}, "tools[0].tools[0] must be of type function or custom, not 'namespace'"),
+        ({**GROUP, "tools": {}}, "tools[0].tools must be a list"),
+        ({**GROUP, "name": None}, "tools[0] must have a name"),
+        ({**GROUP, "more": 1}, "more"),
+        ({**GROUP, "tools": [{"type": "function", "name": "a b"}]}, "tools[0].tools[0] must have a name of"),
+        ({**PATCH, "format": {"type": "json"}}, "tools[0].format must be of type text or grammar"),
+        ({**PATCH, "format": {"type": "grammar", "syntax": "ebnf"}}, "tools[0].format must have lark or regex"),
+        ({**PATCH, "name": None}, "tools[0] must have a name of"),
+        ({**PATCH, "parameters": {}}, "parameters"),
+        ({**PATCH, "defer_loading": True}, "defer_loading"),
+    ],
+)
+def test_others_are_refused_by_name(tool, message):
+    with pytest.raises(ApiError) as error:
+        response_tools({"tools": [tool]})
+    assert message in error.value.message
+    assert error.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"type": "custom_tool_call", "name": "a", "arguments": "{}"}, "arguments"),
+        ({"type": "custom_tool_call", "name": "a", "input": 3}, "input[1] must have name and input as strings"),
+        (
+            {"type": "function_call", "name": "a", "arguments": "", "namespace": 3},
+            "input[1].namespace must be a string",
+        ),
+    ],
+)
+def test_their_calls_are_checked(item, message):
+    with pytest.raises(ApiError) as error:
+        response_prompt(codex([item]), ToolUse())
+    assert message in error.value.message

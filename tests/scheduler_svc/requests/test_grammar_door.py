@@ -12,6 +12,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from cadenza_common.grammar import child
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.grammar.table import TableSource, table_source
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, WaitingQueueFullError
@@ -127,6 +128,44 @@ async def test_what_explodes_is_refused_by_counted_limits(door: GrammarDoor, sou
     for schema, message in (({"allOf": patterns}, "Unable to determine"), (nested, "recursion limit exceeded")):
         assert message in await check(door, source, GrammarSpec("json_schema", json.dumps(schema)))
     assert await check(door, source, GOOD[0]) == ""
+
+
+def test_what_the_first_forced_tokens_exceed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor looks for them with the first mask: 28,000 loops have room for that, and not for them (3 + 3 s)."""
+
+    class FakeMatcher:
+        error = ""
+
+        def compute_bitmask(self) -> None:
+            pass
+
+        def compute_ff_tokens(self) -> None:
+            self.error = "Too many items (limit 50000; ff_tokens)"
+
+        def is_error(self) -> bool:
+            return bool(self.error)
+
+        def get_error(self) -> str:
+            return self.error
+
+    monkeypatch.setattr(child, "new_matcher", lambda spec, table: FakeMatcher())
+    assert "Too many items" in child.what_is_wrong({"kind": "regex", "text": "a"}, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "start: r0\n"
+        + "".join(f'r{i}: "a" r{i + 1} | "b" r{i + 1} r{i + 1} | "c"\n' for i in range(6000))
+        + 'r6000: "z"',
+        "start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(12000)) + 'r12000: "z"',
+    ],
+    ids=["branches", "chain"],
+)
+async def test_what_is_nested_too_deeply_is_refused(door: GrammarDoor, source: TableSource, text: str) -> None:
+    """Not as what another moment's memory would do for: the stack is the same everywhere."""
+    found = await check(door, source, GrammarSpec("grammar", text))
+    assert "is nested too deeply: the compiler has 4 MiB of stack" in found
 
 
 @pytest.mark.slow

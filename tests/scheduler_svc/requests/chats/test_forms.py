@@ -237,3 +237,28 @@ def test_toy_templates_of_the_field() -> None:
         "raw_arguments": "object",
         "no_tools": "the chat template never shows tools to the model",
     }
+
+
+OWN_ROLES = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant', 'ipython') %}"
+    "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]])
+def test_a_role_that_a_template_does_not_show(before: list[dict[str, Any]]) -> None:
+    """Llama 3 has ipython: a template without it left the result of a tool out, without a word."""
+    template = compile_template(OWN_ROLES)
+    turns = [*before, {"role": "user", "content": "Hello"}]
+    shown = render(template, chat_of([*turns, {"role": "ipython", "content": "4 degrees"}]), {})
+    assert "<ipython>4 degrees" in shown
+    assert render(template, chat_of([*turns, {"role": "ipython", "content": ""}]), {}).endswith("<ipython>")
+    for role in ("function", "critic", "User"):
+        with pytest.raises(ChatError, match=f"the chat template shows no message of the role '{role}'") as caught:
+            render(template, chat_of([*turns, {"role": role, "content": "x"}]), {})
+        assert caught.value.field == f"messages[{len(turns)}].role"
+    strict = compile_template(
+        "{% for m in messages %}{{ raise_exception('no ' ~ m.role) if m.role == 'critic' }}{% endfor %}"
+    )
+    with pytest.raises(ChatError, match="no critic"):
+        render(strict, chat_of([*turns, {"role": "critic", "content": "x"}]), {})

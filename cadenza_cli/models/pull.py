@@ -18,8 +18,8 @@ Examples:
   cadenza pull bartowski/SmolLM2-135M-Instruct-GGUF:Q8_0
   cadenza pull OWNER/REPO/FILE.gguf
 
-`cadenza up` and all others that take MODEL download it too. A connection that breaks is resumed; whole
-files of a call that ended are kept.
+`cadenza up` and all others that take MODEL download it too. After a connection that breaks, or a call that
+was stopped, the next one goes on there.
 HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are heeded as by other programs.
 """
 EPILOG = "Exit codes: 0 it is there, 2 it cannot be had."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +48,8 @@ def _chosen(name: str, cached: list[Cached]) -> str | Cached:
     if said is None:
         raise OptionError(f"{name} is no name of the Hugging Face hub{suggestion(name, names)}")
     here = [each for each in cached if each.name == said.repo or each.name.startswith(f"{said.repo}/")]
+    if not here and not (said.file or said.tag) and _repo_folder(said.repo).exists():
+        return said.repo  # a download that was stopped
     if not here:
         raise OptionError(f"{name} is not in the cache{suggestion(name, names) or '; cadenza ls lists what is'}")
     if not (said.file or said.tag):
@@ -66,9 +69,11 @@ def _below(path: Path) -> str:
 
 
 def _remove_repo(repo: str) -> int:
-    """Remove all of a repository; returns the bytes freed."""
+    """Remove all of a repository, and what downloads of it have left; returns the bytes freed."""
     import huggingface_hub as hub
 
+    left = [path for path in _repo_folder(repo).glob("blobs/*.incomplete") if path.is_file()]
+    freed = sum(path.stat().st_size for path in left)
     cache = hub.scan_cache_dir()
     revisions = [
         revision.commit_hash
@@ -78,7 +83,15 @@ def _remove_repo(repo: str) -> int:
     ]
     strategy = cache.delete_revisions(*revisions)
     strategy.execute()
-    return int(strategy.expected_freed_size)
+    shutil.rmtree(_repo_folder(repo), ignore_errors=True)
+    return freed + int(strategy.expected_freed_size)
+
+
+def _repo_folder(repo: str) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
 
 
 def _remove_files(model: Cached) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import shutil
 import sys
 import time
@@ -14,17 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from cadenza_common.hub.names import HubError, HubName, choose
+from cadenza_common.hub.resume import HubFile, bytes_there, check_hash, fetch_blob, is_resumed
 
 _TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file of a repository as the hub lists it."""
-
-    size: int
-    sha256: str
-    """Empty: the hub names none, as for small files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +29,8 @@ class Listed:
 def local_model(name: HubName, with_weights: bool = True, tell: Callable[[str], None] = lambda line: None) -> Path:
     """Return the local folder or GGUF file of a hub name; downloads what the cache lacks.
 
-    with_weights: without, no safetensors file is downloaded. tell: gets lines on what is chosen and downloaded. A
-    connection that breaks is resumed, and whole files of a call that ended are kept. Raises HubError; nothing is
+    with_weights: without, no safetensors file is downloaded. tell: gets lines on what is chosen and downloaded. What
+    a call that ended has left is kept, and the next one goes on there. Raises HubError; nothing is
     downloaded if the disk has no room.
     """
     try:
@@ -113,24 +104,33 @@ def _fetch(name: HubName, listed: Listed, files: Sequence[str], tell: Callable[[
         file for file in files if isinstance(hub.try_to_load_from_cache(name.repo, file, revision=listed.commit), str)
     }
     new = {file: listed.files[file] for file in files if file not in cached}
-    _check_disk(name, sum(each.size for each in new.values()))
+    resumed = {file: each for file, each in new.items() if is_resumed(each)}
+    there = sum(min(each.size, bytes_there(name.repo, each)) for each in resumed.values())
+    size = sum(each.size for each in new.values())
+    _check_disk(name, size - there)
     if new:
-        tell(f"downloading {name.repo}: {len(new)} files, {human(sum(each.size for each in new.values()))}")
+        rest = f", of which {human(there)} are there" if there else ""
+        tell(f"downloading {name.repo}: {len(new)} files, {human(size)}{rest}")
     began = time.monotonic()
     try:
         with _bars():
+            for file, each in resumed.items():
+                fetch_blob(name.repo, listed.commit, file, each, _bar_class())
             patterns = [glob.escape(file) for file in files]
             folder = hub.snapshot_download(name.repo, allow_patterns=patterns, tqdm_class=_bar_class())
+    except HubError:
+        raise
     except hub.errors.GatedRepoError:
         raise HubError(
             f"{name.repo} is gated: accept its terms at https://huggingface.co/{name.repo}, and set HF_TOKEN"
         ) from None
     except Exception as error:  # of the HTTP library too
         raise HubError(
-            f"the download of {name.repo} from the Hugging Face hub broke off; files that are whole are kept: {error}"
+            f"the download of {name.repo} from the Hugging Face hub broke off; what has come is kept: {error}"
         ) from error
     for file, each in new.items():
-        _check_hash(name, Path(folder) / file, each.sha256)
+        if each.sha256 and file not in resumed:
+            check_hash(name.repo, file, Path(folder) / file, each.sha256)
     if new:
         tell(f"downloaded {name.repo} in {time.monotonic() - began:.0f} s")
     return Path(folder)
@@ -174,21 +174,6 @@ def _check_disk(name: HubName, needed: int) -> None:
         raise HubError(
             f"{name} takes {human(needed)} more on the disk of {cache}, which has {human(free)} free: `cadenza rm` "
             "removes models, and HF_HOME names another place"
-        )
-
-
-def _check_hash(name: HubName, path: Path, sha256: str) -> None:
-    """Remove a downloaded file with other bytes than the hub lists; raises HubError."""
-    if not sha256:
-        return
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
-        path.resolve().unlink()
-        path.unlink(missing_ok=True)
-        raise HubError(
-            f"{path.name} of {name.repo} came with other bytes than the hub lists (sha256 {found[:12]}, not "
-            f"{sha256[:12]}); it was removed: try again"
         )
 
 

@@ -75,6 +75,19 @@ def test_a_model_comes_and_goes(call: Callable[..., str], hub: FakeHub) -> None:
     assert "has no such model" in call("pull", "me/none", code=2)
 
 
+def test_what_a_stopped_download_has_left_is_removed(call: Callable[..., str], tmp_path: Path) -> None:
+    part = tmp_path / "home" / "hub" / "models--me--tiny" / "blobs" / f"{'0' * 64}.incomplete"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(200_000))
+    assert "no models are in the cache" in call("ls")
+    assert call("rm", "me/tiny") == "removed me/tiny: 0.2 MB\n"
+    assert not part.parents[1].exists()
+    call("pull", "me/tiny")
+    part.write_bytes(bytes(200_000))
+    assert call("rm", "me/tiny") == "removed me/tiny: 0.3 MB\n"
+    assert "me/tiny is not in the cache" in call("rm", "me/tiny", code=2)
+
+
 def test_what_does_not_fit(call: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executor_svc.cpu_memory.free_memory_bytes", lambda: 10_000_000)
     text = call("fit", str(DEMO), code=1)

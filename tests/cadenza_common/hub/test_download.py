@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import pty
 import shutil
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +45,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield served
 
 
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def get(name: str, lines: list[str] | None = None) -> Path:
     said = parse(name)
     assert said is not None
@@ -71,6 +77,42 @@ def test_an_interrupted_download_goes_on(hub: FakeHub, monkeypatch: pytest.Monke
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 14)  # what it has written is kept
     assert get("me/tiny").read_bytes() == GGUF.read_bytes()
     assert [(start, count) for _, start, count in hub.sent] == [(0, 1 << 16), (1 << 16, size - (1 << 16))]
+
+
+@pytest.mark.interpreter
+def test_a_killed_download_goes_on(hub: FakeHub, tmp_path: Path) -> None:
+    hub.bytes_per_s = 200_000
+    code = "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 1 << 14; "
+    code += "from cadenza_cli import main; main()"
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    child = subprocess.Popen([sys.executable, "-c", code, "pull", "me/tiny"], env=environment, cwd=ROOT)
+    blobs = tmp_path / "home" / "hub" / "models--me--tiny" / "blobs"
+    while not any(part.stat().st_size == 1 << 16 for part in blobs.glob("*.incomplete")):
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    hub.bytes_per_s = None
+    while not hub.sent:  # the hub sees it at its next piece
+        time.sleep(0.01)
+    hub.sent.clear()
+    lines: list[str] = []
+    assert get("me/tiny", lines).read_bytes() == GGUF.read_bytes()
+    size = GGUF.stat().st_size
+    assert hub.sent == [("tiny-Q4_K_M.gguf", 1 << 16, size - (1 << 16))]
+    assert lines[0] == "downloading me/tiny: 1 files, 0.1 MB, of which 65536 bytes are there"
+    assert [path.name for path in blobs.iterdir()] == [sha256(GGUF)]
+
+
+@pytest.mark.parametrize("left", [b"", bytes(1000), bytes(200_000)], ids=["nothing", "wrong bytes", "too many"])
+def test_what_was_left_is_not_trusted(hub: FakeHub, tmp_path: Path, left: bytes) -> None:
+    part = tmp_path / "home" / "hub" / "models--me--tiny" / "blobs" / f"{sha256(GGUF)}.incomplete"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(left)
+    if len(left) == 1000:
+        with pytest.raises(HubError, match="came with other bytes than the hub lists .* it was removed: try again"):
+            get("me/tiny")
+    assert get("me/tiny").read_bytes() == GGUF.read_bytes()
 
 
 def test_a_throttled_download(hub: FakeHub) -> None:

@@ -124,14 +124,18 @@ class _Handler(BaseHTTPRequestHandler):
         breaks = is_large and hub.break_after is not None
         if breaks:
             data, hub.break_after = data[: hub.break_after], None
-        for at in range(0, len(data), _PIECE):
-            piece = data[at : at + _PIECE]
-            self.wfile.write(piece)
-            if is_large and hub.bytes_per_s is not None:
-                time.sleep(len(piece) / hub.bytes_per_s)
-        hub.sent.append((name, start, len(data)))
+        count = 0
+        try:
+            for at in range(0, len(data), _PIECE):
+                piece = data[at : at + _PIECE]
+                self.wfile.write(piece)
+                count += len(piece)
+                if is_large and hub.bytes_per_s is not None:
+                    time.sleep(len(piece) / hub.bytes_per_s)
+        except ConnectionError:  # the caller is gone
+            breaks = True
+        hub.sent.append((name, start, count))
         if breaks:
-            self.wfile.flush()
             self.close_connection = True
 
 

@@ -113,9 +113,10 @@ def _fetch(name: HubName, listed: Listed, files: Sequence[str], tell: Callable[[
         tell(f"downloading {name.repo}: {len(new)} files, {human(size)}{rest}")
     began = time.monotonic()
     try:
-        with _bars():
+        with _bars(wanted=True):
             for file, each in resumed.items():
                 fetch_blob(name.repo, listed.commit, file, each, _bar_class())
+        with _bars(wanted=any(each.sha256 for file, each in new.items() if file not in resumed)):
             patterns = [glob.escape(file) for file in files]
             folder = hub.snapshot_download(name.repo, allow_patterns=patterns, tqdm_class=_bar_class())
     except HubError:
@@ -150,11 +151,11 @@ def _bar_class() -> type[Any]:
 
 
 @contextmanager
-def _bars() -> Iterator[None]:
-    """In the body, huggingface-hub draws bars with size and rate on a terminal, and none elsewhere."""
+def _bars(wanted: bool) -> Iterator[None]:
+    """In the body, huggingface-hub draws bars with size and rate if they are wanted, on a terminal alone."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if are_progress_bars_disabled() or (sys.stderr is not None and sys.stderr.isatty()):
+    if are_progress_bars_disabled() or (wanted and sys.stderr is not None and sys.stderr.isatty()):
         yield
         return
     disable_progress_bars()

@@ -114,6 +114,8 @@ _ELSEWHERE = {
     "complete": "cadenza generate --raw continues a text",
     "list": "cadenza ls lists the models in the cache",
     "run": "cadenza up MODEL serves a model, and cadenza chat --model MODEL talks with it",
+    "show": "cadenza fit MODEL says what a model is and takes",
+    "stop": "Ctrl-C stops cadenza up; cadenza drain lets its requests finish",
 }
 """What to use in place of commands of other programs."""
 _ADDRESS_FLAGS = ("--port", "--host", "--server", "--address", "--addr", "--endpoint")
@@ -274,7 +276,7 @@ def _usage_message(error: Any) -> str:
 def _missing_options(requested: str) -> str:
     """Added to a usage error of a command that lacks options here, because their packages are not installed."""
     command = _COMMANDS.get(requested)
-    if command is None or not command.extra or any(True for _ in command.fields()):
+    if command is None or command.fields is tuple or not command.extra or any(True for _ in command.fields()):
         return ""
     return f" (not all options of `cadenza {requested}` are installed here: {install_command(command.extra)})"
 

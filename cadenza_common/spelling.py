@@ -25,6 +25,7 @@ _ELSEWHERE = {
     "max_tokens": "max_model_len",
     "quantize": "quantization",
     "threads": "num_threads",
+    **{"c": "max_model_len", "m": "model", "t": "num_threads"},
 }
 """Names in vLLM, SGLang, TGI, llama.cpp and ollama, and the name here of what does the same or comes nearest."""
 _SURE = 0.85  # similarity of a name and its misspelling; names of different options are less similar
@@ -41,6 +42,9 @@ def suggestion(name: str, known: Collection[str], prefix: str = "") -> str:
     A name that another program has is answered with the one here. A `prefix` that all names share does not count as
     similarity.
     """
+    same = next((other for other in known if _bare(other, prefix) == _bare(name, prefix)), None)
+    if same is not None:  # with other dashes or letters
+        return f"; did you mean {same}?"
     here = _ELSEWHERE.get(_bare(name, prefix))
     counterpart = next((other for other in known if _bare(other, prefix) == here), None)
     if counterpart is not None:

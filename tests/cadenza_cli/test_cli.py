@@ -236,6 +236,8 @@ def test_closed_streams(target, script, monkeypatch):
         ),
         (["serv", "m"], 2, "cadenza: there is no command 'serv'; did you mean serve?\n"),
         (["generat", "x"], 2, "cadenza: there is no command 'generat'; did you mean generate?\n"),
+        (["stop", "m"], 2, "cadenza: there is no command 'stop'; Ctrl-C stops cadenza up; cadenza drain lets its "),
+        (["rm"], 2, "cadenza: Missing argument 'MODEL...'.\n"),
         (["run", "m"], 2, "cadenza: there is no command 'run'; cadenza up MODEL serves a model, and cadenza chat "),
         (["up", "--modle", "m"], 2, "cadenza: there is no option --modle; did you mean --model?\n"),
         (["serve", "m", "--prot", "1"], 2, "cadenza: there is no option --prot; did you mean --port"),

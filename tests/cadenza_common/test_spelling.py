@@ -26,6 +26,10 @@ def test_each_counterpart_is_a_name_here_and_no_other_name_is():
     ("command", "answer"),
     [
         (["up", "--model", "x", "--ctx-size", "100"], "there is no option --ctx-size; here it is --max-model-len"),
+        (["up", "--model", "x", "-c", "100"], "there is no option -c; here it is --max-model-len"),
+        (["up", "--max_model_len", "100"], "there is no option --max_model_len; did you mean --max-model-len?"),
+        (["generate", "Hello", "--max_tokens", "3"], "there is no option --max_tokens; did you mean --max-tokens?"),
+        (["up", "--max-tokens", "3"], "there is no option --max-tokens; here it is --max-model-len"),
         (["loadtest", "--num-prompts", "5"], "there is no option --num-prompts; here it is --num-requests"),
     ],
 )

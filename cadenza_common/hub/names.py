@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 _PREFIX = re.compile(r"(https?://)?(hf\.co|(www\.)?huggingface\.co)/", re.IGNORECASE)
-_WEB_PATH = re.compile(r"/(blob|resolve)/main/")
+_WEB_PATH = re.compile(r"/(?:blob|resolve)/main(?=/)|/tree/main/?$")
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 _TAG = re.compile(r"[\w.-]+", re.ASCII)
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})$")
@@ -61,8 +61,8 @@ class ChosenFiles:
 def parse(name: str) -> HubName | None:
     """Return what a name says; None: it can only be a path."""
     web = _PREFIX.match(name)
-    rest = name[web.end() :] if web else name
-    rest, _, tag = _WEB_PATH.sub("/", rest).rstrip("/").partition(":")
+    rest = name[web.end() :].partition("?")[0] if web else name
+    rest, _, tag = _WEB_PATH.sub("", rest).rstrip("/").partition(":")
     if not _NAME.fullmatch(rest) or rest.startswith(".") or (tag and not _TAG.fullmatch(tag)) or name.endswith(":"):
         return None
     owner, _, below = rest.partition("/")

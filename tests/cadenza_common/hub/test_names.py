@@ -21,8 +21,11 @@ GGUFS = ["tiny-Q4_K_M.gguf", "tiny-IQ4_XS.gguf", "tiny.F16.gguf", "mmproj-F16.gg
         ("hf.co/me/tiny:q8_0", HubName(REPO, tag="q8_0")),
         ("https://huggingface.co/me/tiny", HubName(REPO)),
         ("https://huggingface.co/me/tiny/blob/main/a/b.gguf", HubName(REPO, "a/b.gguf")),
+        ("https://huggingface.co/me/tiny/resolve/main/b.gguf?download=true", HubName(REPO, "b.gguf")),
+        ("https://huggingface.co/me/tiny/tree/main", HubName(REPO)),
+        ("https://huggingface.co/me/tiny?library=transformers", HubName(REPO)),
         ("me/tiny/b.gguf", HubName(REPO, "b.gguf")),
-        *((path, None) for path in ("/a", "./a", "../a", "~/a", "a/b/c", "b.gguf", "a/b.gguf", "", ".", "a:", "a b")),
+        *((path, None) for path in ("/a", "./a", "../a", "~/a", "a/b/c", "b.gguf", "a/b.gguf", "", ".", "a:", "a b", "a?b")),
     ],
 )
 def test_what_a_name_says(name: str, said: HubName | None) -> None:

@@ -25,7 +25,9 @@ _ELSEWHERE = {
     "max_tokens": "max_model_len",
     "quantize": "quantization",
     "threads": "num_threads",
-    **{"c": "max_model_len", "m": "model", "t": "num_threads"},
+    "c": "max_model_len",
+    "m": "model",
+    "t": "num_threads",
 }
 """Names in vLLM, SGLang, TGI, llama.cpp and ollama, and the name here of what does the same or comes nearest."""
 _SURE = 0.85  # similarity of a name and its misspelling; names of different options are less similar

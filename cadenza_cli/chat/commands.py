@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza_cli.chat.conversation import Conversation
+from cadenza_common.spelling import suggestion
 
 RESET, SYSTEM, SET, SAVE, HELP, QUIT = "/reset", "/system", "/set", "/save", "/help", "/quit"
 _NAMES = (RESET, SYSTEM, SET, SAVE, HELP, QUIT)
@@ -78,9 +79,14 @@ def _system(text: str, conversation: Conversation) -> str:
 def _set(argument: str, conversation: Conversation) -> str:
     if not argument:
         return conversation.sampling_text()
-    name, _, value = argument.partition(" ")
+    name, _, value = argument.removeprefix("parameter ").strip().partition(" ")  # ollama's chat says it with this word
+    if name == "system":
+        return _system(value.strip(), conversation)
+    if "=" in name:
+        name, _, value = name.partition("=")
     if name not in _SETTABLE:
-        return f"{name[:40]!r} cannot be set; these can: {', '.join(_SETTABLE)}"
+        hint = suggestion(name, _SETTABLE) or f"; these can: {', '.join(_SETTABLE)}"
+        return f"{name[:40]!r} cannot be set{hint}"
     try:
         conversation.params = replace(conversation.params, **{name: _number(value)})
     except ValueError as error:

@@ -97,7 +97,12 @@ def test_an_unknown_command_suggests_the_nearest(message, near):
         ("/set", "temperature 0.5, top_p 1, max_tokens 16"),
         ("/set temperature -1", "temperature must be a finite number of at least 0, not -1"),
         ("/set top_p high", "top_p must be over 0 and at most 1, not 'high'"),
-        ("/set temperatur 1", "'temperatur' cannot be set; these can: temperature, top_p, top_k, min_p, "
+        ("/set parameter temperature 0.2", "temperature 0.2, top_p 1, max_tokens 16"),
+        ("/set temperature=0.2", "temperature 0.2, top_p 1, max_tokens 16"),
+        ("/set system Be brief.", "a new conversation, with this system message"),
+        ("/set temperatur 1", "'temperatur' cannot be set; did you mean temperature?"),
+        ("/set num_predict 1", "'num_predict' cannot be set; here it is max_tokens"),
+        ("/set num_ctx 1", "'num_ctx' cannot be set; these can: temperature, top_p, top_k, min_p, "
          "repetition_penalty, max_tokens, seed"),
     ],
 )  # fmt: skip

@@ -142,7 +142,9 @@ class LocalServices:
             raise
         start_watching(self._family)
         # For `cadenza ps`, and until `stop` closes what is kept.
-        kept.callback(remove_run, write_run("servers", {"model": named, "target": self.target, "http": self.http}))
+        run = {"model": named, "target": self.target, "http": self.http}
+        own = {"pids": [*self.pids().values()]} if is_one_of_several else {}
+        kept.callback(remove_run, write_run("servers", {**run, **own}))
 
     def __enter__(self) -> LocalServices:
         return self

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from cadenza.errors import OptionError
+from cadenza_common.run_files import remove_run, write_run
 from cadenza_common.settings.starter import StarterConfig
 from cadenza_common.wire.transport import format_address
 from cadenza_launcher.local import LocalServices
@@ -19,7 +20,7 @@ from cadenza_launcher.pool.channel import PoolChannel
 from cadenza_launcher.pool.memory import GIB, Allowance, allowances, free_memory
 from cadenza_launcher.pool.pool import ModelPool
 from cadenza_launcher.pool.specs import ModelSpec, check_common, read_specs
-from cadenza_launcher.services.checks import check_address, check_files, check_listener, count_gpus
+from cadenza_launcher.services.checks import check_address, check_files, check_known, check_listener, count_gpus
 from cadenza_launcher.services.child_process import ChildService, LogSink, wait_until_ready
 from cadenza_launcher.services.executor_hosts import spawn_child
 from cadenza_launcher.services.gateway import gateway_arguments, gateway_listeners, gateway_places
@@ -84,7 +85,9 @@ class SeveralModels:
         check_address(host, port)
         check_listener(host, common.settings)
         for spec in self.specs:
-            check_files(spec.model, self._routed(spec).settings)
+            settings = self._routed(spec).settings
+            check_files(spec.model, settings)
+            check_known(spec.model, settings)
         self._kept = contextlib.ExitStack()
         places = gateway_places(host, {"http": _HTTP_PORT} | common.listeners, common.settings)
         self._listeners = gateway_listeners(places, self._kept)
@@ -101,6 +104,10 @@ class SeveralModels:
         except BaseException:
             self.close()
             raise
+        names = f"{len(self.specs)} models: {', '.join(spec.name for spec in self.specs)}"
+        self._kept.callback(
+            remove_run, write_run("servers", {"model": names, "target": self.target, "http": self.http})
+        )
         self._watcher = threading.Thread(target=self._watch, name="several-models", daemon=True)
         self._watcher.start()
 

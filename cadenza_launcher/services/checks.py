@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.errors import OptionError
-from cadenza_common.hub.download import list_files, local_model
-from cadenza_common.hub.names import HubError, parse
+from cadenza_common.hub.download import cached_model, list_files, local_model
+from cadenza_common.hub.names import HubError, choose, parse
 from cadenza_common.wire.tls import TLS
 from cadenza_common.wire.tls.files import PemFile, TlsError, first_name
 from cadenza_common.wire.tls_server import is_loopback
@@ -63,8 +63,26 @@ def local_path(model: str, settings: Mapping[str, Setting], tell: Callable[[str]
             return model
         return str(local_model(name, _value(settings, "load_format") != "dummy", tell))
     except HubError as error:
-        reason = _nearest_folder(Path(model)) or f", and {error}"
-        raise OptionError(f"option model: there is no folder {model!r}{reason}") from None
+        raise _no_model(model, error) from None
+
+
+def check_known(model: str, settings: Mapping[str, Setting]) -> None:
+    """Check that a model that is not on this machine is on the hub, without a download; raises OptionError."""
+    name = parse(model)
+    if _value(settings, "simulate") is not None or name is None or Path(model).exists():
+        return
+    try:
+        if cached_model(name) is None:
+            choose(name, list_files(name.repo).files)
+    except HubError as error:
+        raise _no_model(model, error) from None
+
+
+def _no_model(model: str, error: HubError) -> OptionError:
+    reason = _nearest_folder(Path(model)) or f", and {error}"
+    if "/" not in model and ":" in model:
+        reason += "; names of ollama's library are not known: give OWNER/REPO:TAG, as `ollama run hf.co/OWNER/REPO:TAG`"
+    return OptionError(f"option model: there is no folder {model!r}{reason}")
 
 
 def check_files(model: str, settings: Mapping[str, Setting]) -> None:

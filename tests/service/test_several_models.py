@@ -15,6 +15,7 @@ from aiohttp import ClientSession
 
 from cadenza import Client, SamplingParams
 from cadenza.errors import InvalidRequestError, NotFoundError, UnauthenticatedError, UnavailableError
+from cadenza_cli.app import run
 from cadenza_launcher.pool.several import SeveralModels
 
 pytestmark = pytest.mark.slow
@@ -63,6 +64,17 @@ async def test_a_model_is_loaded_when_it_is_asked_for_and_another_leaves_for_it(
         await complete(http, "a")
         await complete(http, "c")
         assert await states(http) == {"a": "loaded", "b": "unloaded", "c": "loaded", "broken": "unloaded"}
+
+
+async def test_ps_shows_the_door_and_who_is_loaded(models, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    async with ClientSession(f"http://{models.http}") as http:
+        await complete(http, "a")
+        assert run(["ps"]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines() if f" {os.getpid()} " in line]
+        loaded = {name for name, state in (await states(http)).items() if state == "loaded"}
+    assert [" ".join(row[:5]) for row in rows if models.target in row] == ["4 models: a, b, broken,"]
+    assert {row[0].rpartition("/")[2] for row in rows if models.target not in row} == loaded
 
 
 async def test_no_request_is_lost_while_models_come_and_go_under_load(models):

@@ -73,6 +73,7 @@ def test_a_model_comes_and_goes(call: Callable[..., str], hub: FakeHub) -> None:
     assert "no models are in the cache" in call("ls")
     assert "me/tiny is not in the cache" in call("rm", "me/tiny", code=2)
     assert "has no such model" in call("pull", "me/none", code=2)
+    assert "names of ollama's library are not known: give OWNER/REPO:TAG" in call("pull", "llama3.2:1b", code=2)
 
 
 def test_what_a_stopped_download_has_left_is_removed(call: Callable[..., str], tmp_path: Path) -> None:
@@ -86,6 +87,12 @@ def test_what_a_stopped_download_has_left_is_removed(call: Callable[..., str], t
     part.write_bytes(bytes(200_000))
     assert call("rm", "me/tiny") == "removed me/tiny: 0.3 MB\n"
     assert "me/tiny is not in the cache" in call("rm", "me/tiny", code=2)
+
+
+def test_a_name_of_several_that_no_one_has_is_known_at_the_start(call: Callable[..., str]) -> None:
+    several = ("up", str(DEMO), "--port", "0", "--http", "0")
+    assert "there is no folder 'me/none', and the Hugging Face hub has no such" in call(*several, "me/none", code=2)
+    assert "me/tiny has no quantization Q2_K; there are Q4_K_M, Q8_0" in call(*several, "me/tiny:Q2_K", code=2)
 
 
 def test_what_does_not_fit(call: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,8 @@ class LLMOptions(TypedDict, total=False):
     """With --max-executors: how long fewer executors must do before one is drained and taken away. [default: 120.0]"""
 
     models_dir: str | None
-    """Folder whose models are served behind one door, each folder with a config.json and each GGUF file in it by its
-    name; `cadenza up` alone; docs/several-models.md."""
+    """Folder whose models are served behind one door: its folders with a config.json, its GGUF files and those of its
+    folders, each by its name; `cadenza up` alone; docs/several-models.md."""
 
     models_memory: float | None
     """Of several models: memory for those that are loaded at once; default: what is free at start. On a GPU

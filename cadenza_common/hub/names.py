@@ -76,7 +76,7 @@ def parse(name: str) -> HubName | None:
 
 def label(file: str) -> str:
     """Return the quantization that a file's name, or else its folder's, has; empty: none."""
-    stem = _stem(file)
+    stem = plain_name(file)
     found = _LABEL.findall(PurePosixPath(stem).name) or _LABEL.findall(stem)
     return found[-1].upper() if found else ""
 
@@ -101,7 +101,9 @@ def _quantized(name: HubName, models: list[str]) -> tuple[str, str]:
     labels = {file: label(file) for file in models}
     wanted = (name.tag or _FIRST).upper()
     for file in models:
-        if labels[file] == wanted or (name.tag and wanted in (_tail(file), PurePosixPath(_stem(file)).name.upper())):
+        if labels[file] == wanted or (
+            name.tag and wanted in (_tail(file), PurePosixPath(plain_name(file)).name.upper())
+        ):
             return file, ""
     known = sorted({found for found in labels.values() if found}, key=_rank)
     if name.tag:
@@ -115,7 +117,7 @@ def _quantized(name: HubName, models: list[str]) -> tuple[str, str]:
 
 def _tail(file: str) -> str:
     """Return the end of a name from a prefix of its quantization on, such as UD-Q4_K_XL."""
-    stem = PurePosixPath(_stem(file)).name.upper()
+    stem = PurePosixPath(plain_name(file)).name.upper()
     return "-".join(stem.split("-")[-2:])
 
 
@@ -129,7 +131,7 @@ def models_in(files: Collection[str]) -> dict[str, tuple[str, ...]]:
     for file in sorted(files):
         base = PurePosixPath(file).name.lower()
         if base.endswith(".gguf") and not base.startswith(("mmproj", "imatrix")):
-            found.setdefault(_stem(file), []).append(file)
+            found.setdefault(plain_name(file), []).append(file)
     whole = {}
     for parts in found.values():
         split = _SPLIT.search(parts[0][: -len(".gguf")])
@@ -138,7 +140,7 @@ def models_in(files: Collection[str]) -> dict[str, tuple[str, ...]]:
     return whole
 
 
-def _stem(file: str) -> str:
+def plain_name(file: str) -> str:
     """Return a file's name without .gguf and the number of its part."""
     return _SPLIT.sub("", file[: -len(".gguf")] if file.lower().endswith(".gguf") else file)
 

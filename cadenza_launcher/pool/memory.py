@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 
 from cadenza.v1 import execution_pb2, execution_pb2_grpc
+from cadenza_common.hub.download import cached_model
+from cadenza_common.hub.names import HubError, models_in, parse
 from cadenza_common.wire.transport import sync_channel
 from cadenza_launcher.local import LocalServices
 from cadenza_launcher.pool.specs import ModelSpec
@@ -61,8 +63,12 @@ def allowances(
 def weight_bytes(model: str) -> int:
     """The size of a model's files; 0: not known, as it is not on this machine yet."""
     path = Path(model)
+    if not path.exists() and (name := parse(model)) is not None:
+        with contextlib.suppress(HubError):  # the cache has another quantization
+            path = cached_model(name) or path
     if path.is_file():
-        return path.stat().st_size
+        parts = models_in([each.name for each in path.parent.glob("*.gguf")]).get(path.name, (path.name,))
+        return sum((path.parent / part).stat().st_size for part in parts)
     for pattern in _WEIGHTS:
         if sizes := [each.stat().st_size for each in path.glob(pattern)]:
             return sum(sizes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.errors import OptionError
+from cadenza_common.hub.names import models_in, plain_name
 from cadenza_launcher.services.checks import check_model
 from cadenza_launcher.services.options import GATEWAY, SEVERAL_OPTIONS, service_options
 
@@ -76,8 +77,8 @@ def read_specs(
 
 
 def short_name(model: str) -> str:
-    """The last part of a folder, file or hub id, without .gguf."""
-    return model.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+    """The last part of a folder, file or hub id, without .gguf and the number of a part."""
+    return plain_name(model.rstrip("/").rpartition("/")[2])
 
 
 def check_common(names: Iterable[str]) -> None:
@@ -104,10 +105,20 @@ def _spec(name: str, place: str, own: Mapping[str, Any]) -> ModelSpec:
 
 
 def _in_folder(folder: str) -> list[tuple[str, str]]:
+    """The models in a folder by name. Parts of one are one model; of those in a folder below, its name is theirs."""
     root = Path(folder).expanduser()
     try:
-        entries = sorted(root.iterdir())
+        below = [each for each in root.iterdir() if each.is_dir()]
+        found = [(each.name, each) for each in below if (each / "config.json").is_file()]
+        found += [(short_name(first), root / first) for first in _gguf_files(root)]
+        for each in below:
+            files = [] if (each / "config.json").is_file() else _gguf_files(each)
+            found += [(each.name if len(files) == 1 else short_name(file), each / file) for file in files]
     except OSError as error:
         raise OptionError(f"option models-dir: {folder}: {(error.strerror or str(error)).lower()}") from None
-    found = [each for each in entries if each.suffix == ".gguf" or (each / "config.json").is_file()]
-    return [(short_name(str(each)), str(each)) for each in found]
+    return [(name, str(path)) for name, path in sorted(found)]
+
+
+def _gguf_files(folder: Path) -> list[str]:
+    """The models in GGUF in a folder, each by its first file."""
+    return [*models_in([each.name for each in folder.iterdir() if each.is_file()])]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cadenza_cli.app import run
+from cadenza_launcher.pool.memory import weight_bytes
 from tests.helpers.hub.fake_hub import FakeHub, fake_hub
 from tests.helpers.hub.in_process import use_hub
 from tests.helpers.paths import ROOT
@@ -56,7 +57,9 @@ def test_a_model_comes_and_goes(call: Callable[..., str], hub: FakeHub) -> None:
     fits = call("fit", "me/tiny:Q8_0")
     assert fits.startswith("me/tiny:Q8_0 (llama)\nweights: ")
     assert call("ls", "--quiet") == "", "nothing was downloaded"
+    assert weight_bytes("me/tiny") == 0
     assert Path(call("pull", "me/tiny").strip()).name == "tiny-Q4_K_M.gguf"
+    assert (weight_bytes("me/tiny"), weight_bytes("me/tiny:Q8_0")) == (GGUF.stat().st_size, 0), "in the cache"
     call("pull", "me/tiny:Q8_0")
     call("pull", "hf.co/me/demo")
     rows = [line.split() for line in call("ls").splitlines()]

@@ -35,6 +35,26 @@ def test_a_folder_gives_what_is_a_model_in_it(folder):
     assert [each.name for each in read_specs([], str(folder), {})] == ["large", "small", "tiny"]
 
 
+def test_parts_of_a_file_are_one_model_and_what_is_no_model_is_left_out(folder):
+    for name in ("big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "half-00001-of-00002.gguf", "mmproj-F16.gguf"):
+        (folder / name).write_bytes(b"GGUF")
+    (folder / "vision").mkdir()
+    for name in ("v-Q4_0-00001-of-00002.gguf", "v-Q4_0-00002-of-00002.gguf", "mmproj.gguf"):
+        (folder / "vision" / name).write_bytes(b"GGUF")
+    for name in ("one-Q4_0.gguf", "one-Q8_0.gguf"):
+        (folder / "notes" / name).write_bytes(b"GGUF")
+    found = {each.name: os.path.relpath(each.model, folder) for each in read_specs([], str(folder), {})}
+    assert found == {
+        "big": "big-00001-of-00002.gguf",
+        "large": "large",
+        "one-Q4_0": "notes/one-Q4_0.gguf",
+        "one-Q8_0": "notes/one-Q8_0.gguf",
+        "small": "small",
+        "tiny": "tiny.gguf",
+        "vision": "vision/v-Q4_0-00001-of-00002.gguf",
+    }
+
+
 def test_a_table_adds_a_model_or_gives_one_options(folder):
     tables = {
         "tiny": {"model": str(folder / "tiny.gguf"), "max_model_len": "128", "tool_call_parser": "hermes"},
@@ -79,6 +99,9 @@ def test_each_has_an_equal_part_or_what_it_needs_at_least(folder):
     (folder / "large" / "model.safetensors").write_bytes(bytes(1000))
     assert weight_bytes(str(folder / "large")) == 1000
     assert weight_bytes("owner/repo") == 0
+    for number, size in ((1, 300), (2, 50)):
+        (folder / f"big-0000{number}-of-00002.gguf").write_bytes(bytes(size))
+    assert weight_bytes(str(folder / "big-00001-of-00002.gguf")) == 350, "all parts"
     specs = [ModelSpec("small", str(folder / "small")), ModelSpec("large", str(folder / "large"))]
     found = allowances(specs, {}, 8 * GIB, 16 * GIB)
     assert {each.bytes for each in found.values()} == {4 * GIB}

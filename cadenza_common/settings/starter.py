@@ -72,8 +72,8 @@ class StarterConfig(BaseModel):
     models_dir: str | None = Field(
         None,
         min_length=1,
-        description="Folder whose models are served behind one door: its folders with a config.json, its GGUF files and "
-        "those of its folders, each by its name; `cadenza up` alone; docs/several-models.md.",
+        description="Folder whose models are served behind one door: its folders with a config.json, its GGUF files "
+        "and those of its folders, each by its name; `cadenza up` alone; docs/several-models.md.",
         json_schema_extra=about("Several models"),
     )
     models_memory: float | None = Field(

@@ -43,7 +43,8 @@ def fetch_blob(repo: str, commit: str, name: str, file: HubFile, bar: type[Any])
     """
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+    from huggingface_hub.utils._fixes import WeakFileLock
+    from huggingface_hub.utils._headers import build_hf_headers
 
     part = _part(repo, file)
     blob = part.with_suffix("")

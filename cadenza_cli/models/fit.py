@@ -52,6 +52,10 @@ def fit(
             sizes = read_sizes(path)
         except StartError as error:
             raise OptionError(f"option model: {str(error).replace(str(path), model)}") from None
+    if max_model_len is not None and 0 < sizes.context_limit < max_model_len:
+        raise OptionError(
+            f"option max_model_len: {max_model_len}: the model supports at most {sizes.context_limit} positions"
+        )
     there = room(gpu_memory_utilization, max_num_seqs, max_model_len, read_rate(measure))
     sys.stdout.write("\n".join([f"{model} ({sizes.family})", *fit_lines(sizes, there)]) + "\n")
     if not there.fits(sizes):

@@ -103,6 +103,9 @@ def test_what_does_not_fit(call: Callable[..., str], monkeypatch: pytest.MonkeyP
     text = call("fit", str(DEMO), code=1)
     assert "it does not fit: 14.0 MB would have to be free" in text
     assert "longest context" in call("fit", str(DEMO), "--gpu-memory-utilization", "0.9")
+    assert "option max_model_len: 4096: the model supports at most 2048 positions" in call(
+        "fit", str(DEMO), "--max-model-len", "4096", code=2
+    )
     assert "option gpu_memory_utilization: 2.0 is out of range" in call(
         "fit", str(DEMO), "--gpu-memory-utilization", "2", code=2
     )

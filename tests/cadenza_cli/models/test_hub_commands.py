@@ -92,6 +92,16 @@ def test_what_a_stopped_download_has_left_is_removed(call: Callable[..., str], t
     assert "me/tiny is not in the cache" in call("rm", "me/tiny", code=2)
 
 
+def test_a_broken_file_is_listed_with_its_fault_alone(call: Callable[..., str], tmp_path: Path) -> None:
+    repo, commit = tmp_path / "home" / "hub" / "models--a--zero", "b" * 40
+    for name in (f"snapshots/{commit}", "refs", "blobs"):
+        (repo / name).mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots" / commit / "m-Q4_0.gguf").touch()
+    row = call("ls").splitlines()[1]
+    assert row.split(maxsplit=5)[5].strip() == "no: not a GGUF file: it does not begin with GGUF"
+
+
 def test_a_name_of_several_that_no_one_has_is_known_at_the_start(call: Callable[..., str]) -> None:
     several = ("up", str(DEMO), "--port", "0", "--http", "0")
     assert "there is no folder 'me/none', and the Hugging Face hub has no such" in call(*several, "me/none", code=2)

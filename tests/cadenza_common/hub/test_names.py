@@ -25,7 +25,10 @@ GGUFS = ["tiny-Q4_K_M.gguf", "tiny-IQ4_XS.gguf", "tiny.F16.gguf", "mmproj-F16.gg
         ("https://huggingface.co/me/tiny/tree/main", HubName(REPO)),
         ("https://huggingface.co/me/tiny?library=transformers", HubName(REPO)),
         ("me/tiny/b.gguf", HubName(REPO, "b.gguf")),
-        *((path, None) for path in ("/a", "./a", "../a", "~/a", "a/b/c", "b.gguf", "a/b.gguf", "", ".", "a:", "a b", "a?b")),
+        *(
+            (path, None)
+            for path in ("/a", "./a", "../a", "~/a", "a/b/c", "b.gguf", "a/b.gguf", "", ".", "a:", "a b", "a?b")
+        ),
     ],
 )
 def test_what_a_name_says(name: str, said: HubName | None) -> None:

@@ -91,5 +91,5 @@ def _facts(model: Cached) -> tuple[str, str, str, str]:
     try:
         sizes = read_sizes(model.path)
     except StartError as error:
-        return human(model.size), "?", "?", f"no: {str(error).removeprefix(f'{model.path}: ')}"
+        return human(model.size), "?", "?", f"no: {str(error).rpartition(f'{model.path}: ')[2]}"
     return human(model.size), sizes.main_format, sizes.family, "yes" if room().fits(sizes) else "no"

@@ -20,7 +20,7 @@ from tests.helpers.models.golden import compare, our_greedy, transformers_greedy
 from tests.helpers.paths import ROOT
 from tests.helpers.services import cadenza_services
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 NEW_TOKENS = 24
 CLOSE = 5e-5
 EXACT: dict[str, Any] = {"dtype": "float32", "quantized_activations": "off", "max_model_len": 2048}

@@ -14,7 +14,7 @@ from tests.helpers import real_files
 from tests.helpers.hub.fake_hub import fake_hub
 from tests.helpers.machine.terminal import CTRL_C, Terminal
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 20}, "population": {"type": "integer", "minimum": 0}},

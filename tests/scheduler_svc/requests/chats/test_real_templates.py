@@ -13,7 +13,7 @@ from scheduler_svc.requests.chats.renderer import ChatRenderer
 from tests.helpers import real_files
 from tests.helpers.models.chats import chat_of
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [
     {

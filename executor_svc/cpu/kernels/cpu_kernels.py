@@ -30,7 +30,15 @@ from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host, PackedWeig
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.adapters import AdapterPlaces, AdapterRows, EmbeddingPlaces
-from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
+from executor_svc.device.kernels import (
+    AttentionPlan,
+    AttentionShape,
+    GatedActivation,
+    HeadNorms,
+    KVScales,
+    PlainActivation,
+    Rope,
+)
 
 _HEAD_MULTIPLE = 16
 
@@ -162,6 +170,21 @@ class CpuKernels:
         self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
         return y, residual
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        y = self._new("normed", tuple(x.shape), x.dtype)
+        kernel = norm.layer_norm(self._code, _dtype(x), x.shape[1], eps)
+        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, y, weight, bias)), x.shape[0])
+        return y
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        y = self._new("normed", tuple(x.shape), x.dtype)
+        kernel = norm.add_layer_norm(self._code, _dtype(x), x.shape[1], eps, scale)
+        arguments = _addresses(x, residual, y, weight, bias)
+        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
+        return y, residual
+
     def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
         kernel = norm.add(self._code, _dtype(x), x.shape[1], scale)
         self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, residual)), x.shape[0])
@@ -171,7 +194,8 @@ class CpuKernels:
         """Normalize the heads of qkv [T, (H + 2 KVH) * DP] in place; values stay."""
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         sizes = (shape.head_size, shape.padded_head_size)
-        kernel = norm.norm_heads(self._code, _dtype(qkv), _dtype(norms.q), heads, *sizes, norms.eps)
+        build = norm.norm_all_heads if norms.kind == "all heads" else norm.norm_heads
+        kernel = build(self._code, _dtype(qkv), _dtype(norms.q), heads, *sizes, norms.eps)
         arguments = _addresses(qkv, norms.q, norms.k)
         self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
         return qkv
@@ -188,10 +212,17 @@ class CpuKernels:
     ) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
         assert scales is None, "there is no cache in fp8 here"
-        if norms is not None:
+        after = norms if norms is not None and norms.kind == "heads after rope" else None
+        if norms is not None and after is None:
             qkv = self.norm_heads(qkv, norms, shape)
-        kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rope.cos.shape[1], kv_layer.shape[3])
-        arguments = (*_addresses(qkv, *rope), plan.slots.ctypes.data, kv_layer.data_ptr())
+        rotation = rotary.Rotation(rope.cos.shape[1], _dtype(rope.cos), rope.query_scales is not None)
+        if after is not None:
+            rotation = replace(rotation, norm_dtype=_dtype(after.q), norm_eps=after.eps)
+        kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rotation, kv_layer.shape[3])
+        arguments = (*_addresses(qkv, rope.cos, rope.sin, rope.rows), plan.slots.ctypes.data, kv_layer.data_ptr())
+        scales_of_queries = () if rope.query_scales is None else (rope.query_scales,)
+        weights = () if after is None else (after.q, after.k)
+        arguments += (*(_addresses(*scales_of_queries) or (0,)), *(_addresses(*weights) or (0, 0)))
         self._launch(KernelLaunch(kernel, "rows", rotary.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, : shape.num_heads]
 
@@ -214,7 +245,14 @@ class CpuKernels:
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         return self._gated("gelu_tanh", gate_up)
 
-    def _gated(self, name: activation.Activation, gate_up: Tensor) -> Tensor:
+    def activate(self, x: Tensor, name: PlainActivation, scalars: Tensor | None = None) -> Tensor:
+        y = self._new("activated", tuple(x.shape), x.dtype)
+        kernel = activation.plain(self._code, name, _dtype(x), x.shape[1])
+        arguments = (*_addresses(x, y), 0 if scalars is None else scalars.data_ptr())
+        self._launch(KernelLaunch(kernel, "rows", activation.ROWS_AT_ONCE, 1, arguments), x.shape[0])
+        return y
+
+    def _gated(self, name: GatedActivation, gate_up: Tensor) -> Tensor:
         width = gate_up.shape[1] // 2
         y = self._new("activated", (gate_up.shape[0], width), gate_up.dtype)
         kernel = activation.gated(self._code, name, _dtype(gate_up), width)

@@ -74,6 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What each family's tiny model has beside or over `_SHAPE`, by transformers' model_type: all that sets it apart."""
 
 _YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 16.0, "original_max_position_embeddings": 32}
+_PLAIN = {"rope_type": "default", "rope_theta": 5000.0}
 _SANDWICHED = {"initializer_range": 0.15, "num_hidden_layers": 4, "sliding_window": _WINDOW}
 
 NEWER: dict[str, dict[str, Any]] = {
@@ -102,6 +103,12 @@ NEWER: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
     },
+    "nemotron": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "norm_eps": 1e-4,
+        "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.6},
+    },
     "olmo2": {"initializer_range": 0.15},
     "olmo3": {
         **_SANDWICHED,
@@ -111,6 +118,7 @@ NEWER: dict[str, dict[str, Any]] = {
         },
     },
     "seed_oss": {"head_dim": 12, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    "starcoder2": {"sliding_window": _WINDOW, "norm_epsilon": 1e-4, "use_bias": True, "tie_word_embeddings": True},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True},
 }
 """The same for families that have parts which those before lack."""

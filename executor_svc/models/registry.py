@@ -17,9 +17,11 @@ from executor_svc.models.families.hunyuan import read_hunyuan
 from executor_svc.models.families.llama import read_llama, read_seed_oss, read_smollm3
 from executor_svc.models.families.mimo import read_mimo
 from executor_svc.models.families.mistral import read_ministral3, read_mistral
+from executor_svc.models.families.nemotron import read_nemotron
 from executor_svc.models.families.olmo import read_olmo2, read_olmo3
 from executor_svc.models.families.phi3 import read_phi3
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
+from executor_svc.models.families.starcoder import read_starcoder2
 from executor_svc.models.families.wrapped import read_gemma3_wrapped, read_mistral3_wrapped
 from executor_svc.models.spec import DecoderSpec
 
@@ -40,6 +42,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Ministral3ForCausalLM": read_ministral3,
     "Mistral3ForConditionalGeneration": read_mistral3_wrapped,
     "MistralForCausalLM": read_mistral,
+    "NemotronForCausalLM": read_nemotron,
     "Olmo2ForCausalLM": read_olmo2,
     "Olmo3ForCausalLM": read_olmo3,
     "Phi3ForCausalLM": read_phi3,
@@ -47,6 +50,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Qwen3ForCausalLM": read_qwen3,
     "SeedOssForCausalLM": read_seed_oss,
     "SmolLM3ForCausalLM": read_smollm3,
+    "Starcoder2ForCausalLM": read_starcoder2,
 }
 _OLD_NAMES = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 """Names of before transformers had the model."""
@@ -71,6 +75,7 @@ _MODEL_TYPES = {
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "nemotron": "NemotronForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -78,6 +83,7 @@ _MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 
 

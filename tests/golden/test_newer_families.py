@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import NEWER, make_checkpoint
+from tests.checkpoints import NEWER, edit_config, make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.models.golden import (
     check_bfloat16,
@@ -24,6 +24,7 @@ from tests.helpers.models.golden import (
     transformers_greedy,
     transformers_model,
 )
+from tests.helpers.models.quantized_layouts import quantize_checkpoint
 
 NEW_TOKENS = 16
 CLOSE = 2e-5
@@ -89,3 +90,19 @@ def test_text_part_of_models_for_images(
     content = {"architectures": [name], "model_type": outer, "text_config": text, "vision_config": {}, **tied}
     (wrapped / "config.json").write_text(json.dumps(content))
     check_greedy(wrapped, folder)
+
+
+def test_ignored_linears_of_a_text_part_have_the_names_of_the_files(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "made", "mistral", hidden_size=64, intermediate_size=96, head_dim=16)
+    quantized, dense = tmp_path / "quantized", tmp_path / "dense"
+    quantize_checkpoint(made, "w4a16", quantized, dense)
+    tensors, whole = load_file(quantized / "model.safetensors"), load_file(made / "model.safetensors")
+    module = "model.layers.1.mlp.down_proj"
+    tensors = {name: value for name, value in tensors.items() if not name.startswith(f"{module}.")}
+    tensors[f"{module}.weight"] = whole[f"{module}.weight"]
+    renamed = {f"language_model.{name}": value for name, value in tensors.items()}
+    save_file(renamed, quantized / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((quantized / "config.json").read_text())
+    ignore = [*content["quantization_config"].get("ignore", []), f"language_model.{module}", "language_model.lm_head"]
+    edit_config(quantized, quantization_config={**content["quantization_config"], "ignore": ignore})
+    assert Model(quantized).whole([3, 4, 5]).isfinite().all()

@@ -38,6 +38,8 @@ def check_split(spec: DecoderSpec, size: int) -> None:
     for field, count in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
         if count % size:
             raise ModelConfigError(f"{field} {count} cannot be divided among {size} ranks")
+    if spec.head_norms == "all heads" and size > 1:
+        raise ModelConfigError(f"q_norm and k_norm normalize all heads together, which {size} ranks have parts of")
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
         raise ModelConfigError(
             f"num_key_value_heads {spec.num_kv_heads} can be neither divided among {size} ranks nor repeated on them"

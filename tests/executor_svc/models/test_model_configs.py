@@ -40,10 +40,12 @@ NAMES = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
 }

@@ -83,7 +83,8 @@ def xielu(x: Tensor, scalars: Tensor) -> Tensor:
     """Return xIELU(x) in float64 (Huang and Schlag, 2024, arXiv 2411.13010); scalars: alpha_p, alpha_n, beta, eps."""
     wide, (alpha_p, alpha_n, beta, eps) = x.double(), scalars.double()
     below = (torch.expm1(torch.minimum(wide, eps)) - wide) * alpha_n
-    return torch.where(wide > 0, alpha_p * wide.square(), below) + beta * wide
+    result: Tensor = torch.where(wide > 0, alpha_p * wide.square(), below) + beta * wide
+    return result
 
 
 def finish_logits(logits: Tensor, divisor: float, cap: float | None) -> Tensor:

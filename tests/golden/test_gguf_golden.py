@@ -98,7 +98,15 @@ CASES = {
     "hunyuan": Case("hunyuan_v1_dense", shape=HEADS),
     "ministral3": Case("ministral3", mixed, HEADS),
     "olmo2": Case("olmo2"),
-    "olmo3": Case("olmo3"),
+    "olmo3": Case(
+        "olmo3",
+        shape={
+            "rope_parameters": {
+                "full_attention": rope("yarn", factor=4.0, original_max_position_embeddings=64)["rope_parameters"],
+                "sliding_attention": rope("default")["rope_parameters"],
+            }
+        },
+    ),
     "seed_oss": Case("seed_oss", shape=HEADS),
     "smollm3": Case("smollm3", shape={"no_rope_layers": [1, 1, 1, 0]}),
     "llama, low bits": Case("llama", low_bits, WIDE),

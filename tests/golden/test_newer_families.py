@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4 without window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "glm4 of few dimensions": ("glm4", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.2}}),
     "granitemoehybrid without rope": ("granitemoehybrid", {"position_embedding_type": None, "attention_bias": True}),
-    "olmo2 of many KV heads": ("olmo2", {"num_key_value_heads": 4, "num_attention_heads": 4, "attention_bias": True}),
+    "olmo2 of many KV heads": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "initializer_range": 0.4}),
     "smollm3 with windows": (
         "smollm3",
         {"use_sliding_window": True, "sliding_window": 24, "attention_bias": True, "mlp_bias": True},

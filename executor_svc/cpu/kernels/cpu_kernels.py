@@ -156,34 +156,30 @@ class CpuKernels:
         return target
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = self._new("normed", tuple(x.shape), x.dtype)
-        kernel = norm.rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps)
-        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, y, weight)), x.shape[0])
-        return y
+        return self._norm(norm.rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps), [x], [weight])
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        y = self._new("normed", tuple(x.shape), x.dtype)
         kernel = norm.add_rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps, scale)
-        arguments = _addresses(x, residual, y, weight)
-        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
-        return y, residual
+        return self._norm(kernel, [x, residual], [weight]), residual
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        y = self._new("normed", tuple(x.shape), x.dtype)
-        kernel = norm.layer_norm(self._code, _dtype(x), x.shape[1], eps)
-        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, y, weight, bias)), x.shape[0])
-        return y
+        return self._norm(norm.layer_norm(self._code, _dtype(x), x.shape[1], eps), [x], [weight, bias])
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        y = self._new("normed", tuple(x.shape), x.dtype)
         kernel = norm.add_layer_norm(self._code, _dtype(x), x.shape[1], eps, scale)
-        arguments = _addresses(x, residual, y, weight, bias)
+        return self._norm(kernel, [x, residual], [weight, bias]), residual
+
+    def _norm(self, kernel: str, rows_of_x: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """Launch a norm of rows, those of the first tensor or of the sum of both."""
+        x = rows_of_x[0]
+        y = self._new("normed", tuple(x.shape), x.dtype)
+        arguments = _addresses(*rows_of_x, y, *weights)
         self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
-        return y, residual
+        return y
 
     def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
         kernel = norm.add(self._code, _dtype(x), x.shape[1], scale)
@@ -220,9 +216,8 @@ class CpuKernels:
             rotation = replace(rotation, norm_dtype=_dtype(after.q), norm_eps=after.eps)
         kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rotation, kv_layer.shape[3])
         arguments = (*_addresses(qkv, rope.cos, rope.sin, rope.rows), plan.slots.ctypes.data, kv_layer.data_ptr())
-        scales_of_queries = () if rope.query_scales is None else (rope.query_scales,)
-        weights = () if after is None else (after.q, after.k)
-        arguments += (*(_addresses(*scales_of_queries) or (0,)), *(_addresses(*weights) or (0, 0)))
+        arguments += (0,) if rope.query_scales is None else _addresses(rope.query_scales)
+        arguments += (0, 0) if after is None else _addresses(after.q, after.k)
         self._launch(KernelLaunch(kernel, "rows", rotary.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, : shape.num_heads]
 

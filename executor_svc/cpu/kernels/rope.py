@@ -30,6 +30,11 @@ class Rotation:
     """Of the weights of norms of heads after the rotation; None: there are none."""
     norm_eps: float = 0.0
 
+    def name(self, shape: AttentionShape) -> str:
+        """Return what tells kernels of this rotation from others."""
+        norms = "" if self.norm_dtype is None else f"_{self.norm_dtype}_{self.norm_eps}_{shape.head_size}"
+        return f"{self.size}_{self.angle_dtype}{'_scaled' if self.queries_scaled else ''}{norms}"
+
 
 def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rotation, block_size: int) -> str:
     """Add the kernel that rotates q and k of qkv in place and writes k and v to the cache; returns its name.
@@ -71,13 +76,7 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
                 for first, count, weight in ((0, num_q, q_weight), (num_q, num_kv, k_weight)):
                     _normalize(emit, start + first * head_bytes, count, weight, shape, rotation, dtype)
             if rotation.queries_scaled:
-                factor = emit.load_all(query_scales + angle_row * size, dtype)
-
-                def scale(place: Int, count: int) -> None:
-                    scaled = emit.load(start + place * size, dtype, count) * factor
-                    emit.store(scaled, start + place * size, dtype, count)
-
-                each_piece(emit, num_q * width, scale)
+                _multiply(emit, start, num_q * width, query_scales + angle_row * size, dtype)
             slot = emit.load_int(slots + index * 8)
             block, offset = slot // block_size, slot % block_size
             keys = kv_layer + block * (2 * num_kv * block_size * head_bytes) + offset * size
@@ -96,12 +95,17 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
         first = item * ROWS_AT_ONCE
         emit.loop(first, rows.least(first + ROWS_AT_ONCE), 1, row)
 
-    name = f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotation.size}_{block_size}"
-    rotated_plainly = rotation == Rotation(rotation.size, dtype)
-    if not rotated_plainly:
-        norms = f"{rotation.norm_dtype}_{rotation.norm_eps}_{shape.head_size}"
-        name += f"_{rotation.angle_dtype}_{rotation.queries_scaled}_{norms}"
-    return code.kernel(name, 10, body)
+    return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotation.name(shape)}_{block_size}", 10, body)
+
+
+def _multiply(emit: Emitter, x: Int, length: int, factor: Int, dtype: Dtype) -> None:
+    """Emit the product of x [length] with the number at `factor`, in place."""
+    number, size = emit.load_all(factor, dtype), ITEM_BYTES[dtype]
+
+    def piece(place: Int, count: int) -> None:
+        emit.store(emit.load(x + place * size, dtype, count) * number, x + place * size, dtype, count)
+
+    each_piece(emit, length, piece)
 
 
 def _normalize(

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import HeadNorms, KVScales
 from executor_svc.gpu.kernels.norm import weighted
-from executor_svc.gpu.kernels.rows import DTYPES, check, options, variant
-from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
+from executor_svc.gpu.kernels.rows import DTYPES, check, options
 
 BLOCK_SIZES = range(8, 65)
 """Tokens in a block of the cache."""
@@ -26,7 +25,6 @@ FP8_LARGEST = tl.constexpr(448.0)
 _HEAD_MULTIPLE = 8
 _MAX_ELEMENTS = 2048
 _MAX_WARPS = 4
-_FP8_ARCHS = (90,)
 
 
 @triton.jit
@@ -135,7 +133,7 @@ def _rotate_heads(
 
 
 @triton.jit
-def _rope_write_kv(
+def rope_write_kv_kernel(
     qkv,
     q_out,
     cos,
@@ -246,7 +244,7 @@ def rope_write_kv(
     )
     if query_scales is not None:
         check("query_scales", query_scales, (cos.shape[0],), qkv.dtype)
-    _rope_write_kv[tokens * programs_per_token(constants),](
+    rope_write_kv_kernel[tokens * programs_per_token(constants),](
         qkv,
         qkv if q_out is None else q_out,
         cos,
@@ -261,7 +259,7 @@ def rope_write_kv(
         qkv if scales is None else scales.v,
         qkv if query_scales is None else query_scales,
         **constants,
-        **_launch_options(constants),
+        **launch_options(constants),
     )
 
 
@@ -310,7 +308,8 @@ def programs_per_token(constants: Mapping[str, Any]) -> int:
     return sum(-(-constants[heads] // constants[tile]) for heads, tile in (("H", "Q_HEADS"), ("KVH", "KV_HEADS")))
 
 
-def _launch_options(constants: Mapping[str, Any]) -> dict[str, Any]:
+def launch_options(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the launch options of the kernel with these constants."""
     columns = triton.next_power_of_2(2 * constants["HALF"] + constants["REST"])
     return options(constants["Q_HEADS"] * columns // 2, _MAX_WARPS)
 
@@ -366,72 +365,3 @@ def _check_options(
         raise ValueError(f"kv_layer must be {FP8} where scales are given, is {kv_layer.dtype}")
     check("scales.k", scales.k, (kv_heads,), torch.float32)
     check("scales.v", scales.v, (kv_heads,), torch.float32)
-
-
-_SHAPES = (
-    # heads, KV heads, head size, rotated columns
-    (16, 8, 128, 128),
-    (9, 3, 64, 64),
-    (14, 2, 64, 64),
-    (32, 32, 80, 80),
-    (32, 32, 80, 32),
-    (32, 32, 96, 96),
-    (32, 8, 128, 128),
-    (64, 8, 128, 128),
-    (8, 4, 256, 256),
-)
-_QUICK = (_SHAPES[0], (32, 32, 80, 32))
-_BLOCK_SIZE = 16
-_AFTER, _WIDE, _MULTIPLIED = " after", " wide angles", " multiplied"
-_SPECIAL = (_AFTER, _WIDE, _MULTIPLIED)
-
-
-def variants() -> list[Variant]:
-    """Return the variants compiled ahead of time: all options for the first shapes, usual ones for the others.
-
-    Steps write queries in place.
-    """
-    found = []
-    for shape in _SHAPES:
-        every = shape in _SHAPES[:2]
-        for dtype in DTYPES.values() if every else ("bf16",):
-            for weight in dict.fromkeys((None, dtype, "fp32")) if every else (None, dtype):
-                for cache in (dtype, "fp8e4nv"):
-                    for in_place in (False, True) if every else (True,):
-                        found.append(_variant(shape, dtype, weight, cache, in_place))
-        for special in _SPECIAL if every else ():
-            for dtype in DTYPES.values():
-                found.append(_variant(shape, dtype, dtype if special == _AFTER else None, dtype, True, special))
-    return found
-
-
-def _variant(
-    shape: tuple[int, int, int, int], dtype: str, weight: str | None, cache: str, in_place: bool, special: str = ""
-) -> Variant:
-    num_heads, kv_heads, head_size, rotated = shape
-    scaled = cache != dtype
-    constants = rope_constants(
-        heads=(num_heads, kv_heads),
-        head_size=head_size,
-        rotated=rotated,
-        block_size=_BLOCK_SIZE,
-        block_stride=2 * kv_heads * _BLOCK_SIZE * head_size,
-        in_place=in_place,
-        by_position=True,
-        normed=0 if weight is None else head_size,
-        scaled=scaled,
-        norms_after=special == _AFTER,
-        multiplied=special == _MULTIPLIED,
-    )
-    signature = dict.fromkeys(("qkv", "q_out"), f"*{dtype}")
-    signature |= dict.fromkeys(("cos", "sin"), "*fp32" if special == _WIDE else f"*{dtype}")
-    signature |= {"positions": "*i64", "slots": "*i64", "kv_layer": f"*{cache}"}
-    signature |= {"q_weight": f"*{weight or dtype}", "k_weight": f"*{weight or dtype}", "eps": "fp32"}
-    signature |= dict.fromkeys(("k_scale", "v_scale"), "*fp32" if scaled else f"*{dtype}")
-    signature["query_scales"] = f"*{dtype}"
-    norms = "" if weight is None else " norms" if weight == dtype else " wide norms"
-    chosen = f"{norms}{special}{' fp8 cache' if scaled else ''}{' in place' if in_place else ''}"
-    quick = shape in _QUICK and (dtype, weight, in_place) == ("bf16", "bf16", True)
-    name = f"rope_write_kv q{num_heads} kv{kv_heads} head{head_size} rotated{rotated} {dtype}{chosen}"
-    archs = _FP8_ARCHS if scaled else ALL_ARCHS
-    return variant(name, _rope_write_kv, signature, constants, _launch_options(constants), quick and not scaled, archs)

@@ -57,7 +57,7 @@ def read_smollm3(config: dict[str, Any]) -> DecoderSpec:
     )
     rotated = _rotated_layers(fields, spec.num_layers)
     window = optional_window(fields, None) if fields.flag("use_sliding_window", False) else None
-    windows = [None] * spec.num_layers
+    windows: list[int | None] = [None] * spec.num_layers
     if window is not None:
         windows = layer_windows(fields, spec.num_layers, window, lambda i: not rotated[i])
     return rotated_where(with_windows(spec, windows), rotated)

@@ -84,7 +84,7 @@ def write_gguf(
     for kind in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
         ends = (f".{layer}.mlp.act_fn.{kind}" for layer in range(config["num_hidden_layers"]))
         stored = dict(_stored(folder))
-        numbers = [float(next(value for name, value in stored.items() if name.endswith(end))[()]) for end in ends]
+        numbers = [float(next(value for name, value in stored.items() if name.endswith(end)).flat[0]) for end in ends]
         writer.add_array(f"xielu.{kind}", numbers)
     for name, values in (more_tensors or {}).items():
         writer.add_tensor(name, values)

@@ -113,8 +113,7 @@ def test_activations_of_huge_numbers_and_nan(name: PlainActivation) -> None:
     found = KERNELS.activate(x, name, scalars)[0]
     assert found[0].isnan()
     assert not found[1:].isnan().any()
-    assert found[3] == 0
-    assert abs(float(found[4])) < 1e-5
+    assert float(found[3:].abs().max()) < 1e-5
 
 
 @given(seed=seeds, rows=st.integers(1, 40), width=widths, gaps=st.tuples(*[st.integers(0, 40)] * 4), dtype=dtypes)

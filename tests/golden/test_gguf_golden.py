@@ -97,6 +97,8 @@ CASES = {
     "glm4": Case("glm4", mixed, HEADS),
     "hunyuan": Case("hunyuan_v1_dense", shape=HEADS),
     "ministral3": Case("ministral3", mixed, HEADS),
+    "nemotron": Case("nemotron", shape=rope("default", partial_rotary_factor=0.5)),
+    "starcoder2": Case("starcoder2"),
     "olmo2": Case("olmo2"),
     "olmo3": Case(
         "olmo3",

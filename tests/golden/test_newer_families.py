@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import NEWER, edit_config, make_checkpoint
+from tests.checkpoints import NEWER, blend, edit_config, make_checkpoint
 from tests.executor_svc.driver import Model
+from tests.golden.test_model_families import serve
 from tests.helpers.models.golden import (
     check_bfloat16,
     check_bits_of_chunks,
@@ -106,3 +107,15 @@ def test_ignored_linears_of_a_text_part_have_the_names_of_the_files(tmp_path: Pa
     ignore = [*content["quantization_config"].get("ignore", []), f"language_model.{module}", "language_model.lm_head"]
     edit_config(quantized, quantization_config={**content["quantization_config"], "ignore": ignore})
     assert Model(quantized).whole([3, 4, 5]).isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["cohere2", "glm4"])
+async def test_through_both_services_with_a_draft_model(tmp_path: Path, family: str) -> None:
+    """In small chunks, from a pool too small for all requests, with drafts of a model of the same family."""
+    folder, draft = (make_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in range(2))
+    blend(draft, folder, 0.05)
+    reference, prompts = transformers_model(folder), random_prompts(VOCABULARY, (*LENGTHS, 90))
+    outputs = await serve(folder, prompts, ignore_eos=True, speculative="draft", speculative_model=str(draft))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == transformers_greedy(reference, prompt, NEW_TOKENS).tokens

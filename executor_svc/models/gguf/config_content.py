@@ -25,22 +25,22 @@ _ARCHITECTURES = {
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 _MODEL_TYPES = {"gemma3": "gemma3_text", "hunyuan-dense": "hunyuan_v1_dense", "mistral3": "ministral3"}
 """Where config.json has another model_type than the name in GGUF."""
 _TABLE = "token_embd.weight"
 _MAX_LAYERS = 10_000
 """As many as a config.json may have."""
-_LAYER_NORMS = ("cohere2",)
-"""Architectures with norms of mean and variance."""
-_EPS = {False: ("rms_norm_eps", "layer_norm_rms_epsilon"), True: ("layer_norm_eps", "layer_norm_epsilon")}
-"""The names of the norms' eps: the field's and the key's."""
+_LAYER_NORMS = {"cohere2": "layer_norm_eps", "nemotron": "norm_eps", "starcoder2": "norm_epsilon"}
+"""Architectures with norms of mean and variance, and the field of their eps."""
 _EXAONE_32B = 64
 """Layers of the EXAONE 4 with windows; llama.cpp knows these, and files of older converters do not name them."""
 _SENTENCEPIECE_BOS, _SENTENCEPIECE_EOS = 1, 2
@@ -79,7 +79,9 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
         "num_key_value_heads": read.uniform("attention.head_count_kv", heads),
         "head_dim": head_size,
         "max_position_embeddings": metadata.integer(f"{architecture}.context_length"),
-        _EPS[architecture in _LAYER_NORMS][0]: read.number(f"attention.{_EPS[architecture in _LAYER_NORMS][1]}"),
+        _LAYER_NORMS.get(architecture, "rms_norm_eps"): read.number(
+            f"attention.layer_norm_{'' if architecture in _LAYER_NORMS else 'rms_'}epsilon"
+        ),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": _has_bias(file, "attn_q", "attn_k", "attn_v", "attn_output"),
         "mlp_bias": _has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
@@ -167,6 +169,8 @@ def _family_content(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]
             )
         case "mistral3":
             return _mistral3_content(read, content)
+        case "starcoder2":
+            return {"use_bias": content["attention_bias"] or content["mlp_bias"], "sliding_window": window}
         case "ernie4_5":
             return {"use_bias": content["attention_bias"] or content["mlp_bias"]}
         case "seed_oss":

@@ -1,8 +1,8 @@
 """GGUF's names of the tensors that transformers' checkpoints have, and how their numbers differ.
 
 The source is llama.cpp's convert_hf_to_gguf.py. Some of its architectures, such as `llama`, rotate neighbouring
-elements of a head where transformers rotates halves: rows of query and key projections change places. Gemma's norms
-have 1 added.
+elements of a head where transformers rotates halves: rows of query and key projections change places. Norms of Gemma
+and Nemotron have 1 added.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+    "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
 """By architecture: what is called otherwise than in `_LAYER`, or is not there."""
@@ -68,7 +69,7 @@ class TensorNames:
 
     def offset(self, name: str) -> float:
         """Return what the file has added to the numbers of a tensor."""
-        return 1.0 if self.architecture in _GEMMA and name.endswith("norm.weight") else 0.0
+        return 1.0 if self.architecture in (*_GEMMA, "nemotron") and name.endswith("norm.weight") else 0.0
 
 
 def halves(rows: Tensor, head_rows: int) -> Tensor:

@@ -200,7 +200,7 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
             values = neighbours(values, config["num_attention_heads"])
         elif architecture in _NEIGHBOURS and ".k_proj" in name:
             values = neighbours(values, config["num_key_value_heads"])
-        elif architecture.startswith("gemma") and name.endswith("norm.weight"):
+        elif architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             values = values + np.float32(1)
         yield gguf_name(name, architecture), values
 
@@ -220,8 +220,9 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
     if full.get("alpha"):
         theta *= full["alpha"] ** (head_size / (head_size - 2))
     writer.add_rope_freq_base(theta)
-    if "layer_norm_eps" in config:
-        writer.add_layer_norm_eps(config["layer_norm_eps"])
+    eps = next((config[name] for name in ("layer_norm_eps", "norm_eps", "norm_epsilon") if name in config), None)
+    if eps is not None:
+        writer.add_layer_norm_eps(eps)
     else:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if architecture in ("llama", "granite"):
@@ -241,7 +242,7 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
     if config.get("logit_scale"):
         writer.add_logit_scale(config["logit_scale"])
-    if config["model_type"] in ("mistral", "phi3", "gemma2", "gemma3_text"):
+    if config["model_type"] in ("mistral", "phi3", "gemma2", "gemma3_text", "starcoder2"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     if architecture == "gemma3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])

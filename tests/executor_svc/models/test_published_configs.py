@@ -101,5 +101,5 @@ def test_every_tensor_has_its_name_and_shape(path: Path) -> None:
     small = few_layers(text)
     spec = ARCHITECTURES[name]({**content, "text_config": small} if text is not content else small)
     source = Shapes()
-    Decoder(spec, 64, source, Builder())  # type: ignore[arg-type]
+    Decoder(spec, 64, source, Builder())
     assert source.asked == by_transformers(small, spec)

@@ -70,7 +70,7 @@ def _variant(
     signature["query_scales"] = f"*{dtype}"
     norms = "" if weight is None else " norms" if weight == dtype else " wide norms"
     chosen = f"{norms}{special}{' fp8 cache' if scaled else ''}{' in place' if in_place else ''}"
-    quick = shape in _QUICK and (dtype, weight, in_place) == ("bf16", "bf16", True)
+    quick = not special and shape in _QUICK and (dtype, weight, in_place) == ("bf16", "bf16", True)
     name = f"rope_write_kv q{num_heads} kv{kv_heads} head{head_size} rotated{rotated} {dtype}{chosen}"
     archs = _FP8_ARCHS if scaled else ALL_ARCHS
     return variant(

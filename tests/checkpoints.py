@@ -73,6 +73,56 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What each family's tiny model has beside or over `_SHAPE`, by transformers' model_type: all that sets it apart."""
 
+_YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 16.0, "original_max_position_embeddings": 32}
+_PLAIN = {"rope_type": "default", "rope_theta": 5000.0}
+_SANDWICHED = {"initializer_range": 0.15, "num_hidden_layers": 4, "sliding_window": _WINDOW}
+
+NEWER: dict[str, dict[str, Any]] = {
+    "apertus": {"qk_norm": True},
+    "cohere2": {**_SANDWICHED, "logit_scale": 0.25, "tie_word_embeddings": True, "layer_norm_eps": 1e-4},
+    "ernie4_5": {"head_dim": 12, "use_bias": True, "tie_word_embeddings": True},
+    "exaone4": {**_SANDWICHED, "head_dim": 12, "sliding_window_pattern": 4},
+    "glm4": {"head_dim": 12, "attention_bias": True, "initializer_range": 0.15},
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 72,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 10,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 2.5,
+    },
+    "hunyuan_v1_dense": {
+        "head_dim": 12,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "alpha": 50.0, "factor": 1.0},
+    },
+    "ministral3": {
+        "head_dim": 12,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+    },
+    "nemotron": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "norm_eps": 1e-4,
+        "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.6},
+    },
+    "olmo2": {"initializer_range": 0.15},
+    "olmo3": {
+        **_SANDWICHED,
+        "rope_parameters": {
+            "full_attention": _YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
+    "seed_oss": {"head_dim": 12, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    "starcoder2": {"sliding_window": _WINDOW, "norm_epsilon": 1e-4, "use_bias": True, "tie_word_embeddings": True},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True},
+}
+"""The same for families that have parts which those before lack."""
+
 _PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.4}
 
 HOSTED: dict[str, dict[str, Any]] = {
@@ -121,7 +171,7 @@ def make_checkpoint(
 
     Args:
         folder: made if need be.
-        family: one of `FAMILIES` or `HOSTED`.
+        family: one of `FAMILIES`, `NEWER` or `HOSTED`.
         seed: of the weights. They are wide enough that greedy continuations wander, norms and biases included.
         dtype: of the weights as saved.
         shards: save several safetensors files and their index.
@@ -138,7 +188,7 @@ def _make(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**_SHAPE, **{**FAMILIES, **HOSTED}[family], **shape})
+    config = AutoConfig.for_model(family, **{**_SHAPE, **{**FAMILIES, **NEWER, **HOSTED}[family], **shape})
     # Gemma adds 1 to its weights; they are large, or the scaled and tied embedding would repeat each token forever.
     norms = (0.5, 2.5) if family.startswith("gemma") else (0.5, 1.5)
     with torch.random.fork_rng(devices=[]):
@@ -148,8 +198,13 @@ def _make(
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
                     parameter.normal_(0, 0.1)
+                elif name.endswith(("alpha_p", "alpha_n")):
+                    parameter.normal_(0, 0.5)
                 elif "norm" in name or ".ln_" in name:
                     parameter.uniform_(*norms)
+        for name, buffer in model.named_buffers():
+            if name.endswith("act_fn.beta"):
+                buffer.fill_(0.4)
     model = model.to(dtype)
     model.config.dtype = dtype
     size = sum(parameter.nbytes for parameter in model.parameters())

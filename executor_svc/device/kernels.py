@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+GatedActivation = Literal["silu", "gelu_tanh"]
+PlainActivation = Literal["gelu_tanh", "relu2", "xielu"]
+"""The tanh form of gelu, the square of relu (So et al., 2021), and xIELU (Huang and Schlag, 2024)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +45,30 @@ class Rope(NamedTuple):
     """Rotary embedding of a step's tokens: tables of angles, and each token's row in them."""
 
     cos: Tensor
-    """[P, R] cosines, in the model's dtype; R is even and at most D."""
+    """[P, R] cosines; R is even and at most D, 0: nothing is rotated. In the model's dtype both products are rounded,
+    then their sum; in fp32, with a narrower model, the sum alone."""
     sin: Tensor
     """[P, R] sines, the first half of each row negated."""
     rows: Tensor
     """[T] int64: each token's row of cos and sin."""
+    query_scales: Tensor | None = None
+    """[P] in the model's dtype: what queries are multiplied with after the rotation, by row; None: nothing."""
+
+
+HeadNormKind = Literal["heads", "heads after rope", "all heads"]
+"""Of each head, before or after the rotary embedding; of all heads together, before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms of query and key heads over their first D columns, before the rotary embedding."""
+    """RMS norms of query and key heads over their first D columns."""
 
     q: Tensor
-    """[D], shared by all heads; its dtype, as that of k, has the meaning described in `Kernels.rms_norm`."""
+    """[D], shared by all heads; its dtype, as that of k, has the meaning described in `Kernels.rms_norm`. Of all heads
+    together [H * DP], with zeros for the columns from D on."""
     k: Tensor
     eps: float
+    kind: HeadNormKind = "heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +217,16 @@ class Kernels(Protocol):
         """Return x * scale + residual; may write into x and residual."""
         ...
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Normalize rows of x [T, hidden] by mean and variance, times weight plus bias [hidden] fp32; rounded once."""
+        ...
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return (layer_norm(x * scale + residual), x * scale + residual); may write into x and residual."""
+        ...
+
     def rope_write_kv(
         self,
         qkv: Tensor,
@@ -242,6 +265,13 @@ class Kernels(Protocol):
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         """Return gelu(gate) * up, with the tanh form of gelu, of gate_up [T, 2 * intermediate] as [T, intermediate]."""
+        ...
+
+    def activate(self, x: Tensor, name: PlainActivation, scalars: Tensor | None = None) -> Tensor:
+        """Return the activation of x [T, intermediate], rounded once.
+
+        scalars: of xielu, [4] fp32: alpha_p, alpha_n, beta and eps of `device.reference.xielu`.
+        """
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:

@@ -17,6 +17,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension, in float64."""
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.double() + bias.double()
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias in float64."""
     product = x.double() @ weight.double().t()
@@ -61,6 +67,24 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.double().chunk(2, -1)
     return gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)) * up
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return gelu(x), as in `gelu_tanh_mul`, in float64."""
+    return gelu_tanh_mul(torch.cat([x, torch.ones_like(x)], -1))
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Return the square of x where it is above 0, else 0, in float64."""
+    return x.double().clamp(min=0).square()
+
+
+def xielu(x: Tensor, scalars: Tensor) -> Tensor:
+    """Return xIELU(x) in float64 (Huang and Schlag, 2024, arXiv 2411.13010); scalars: alpha_p, alpha_n, beta, eps."""
+    wide, (alpha_p, alpha_n, beta, eps) = x.double(), scalars.double()
+    below = (torch.expm1(torch.minimum(wide, eps)) - wide) * alpha_n
+    result: Tensor = torch.where(wide > 0, alpha_p * wide.square(), below) + beta * wide
+    return result
 
 
 def finish_logits(logits: Tensor, divisor: float, cap: float | None) -> Tensor:

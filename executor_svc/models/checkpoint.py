@@ -22,7 +22,7 @@ from executor_svc.models.parallel.split import Part
 from executor_svc.models.quantized.method import Quantization
 from executor_svc.models.quantized.rows import LazyRows
 from executor_svc.models.safetensors_file import StoredTensor, is_same_content, is_without_effect, tensors_of
-from executor_svc.models.spec import HEAD, TABLE
+from executor_svc.models.spec import HEAD, TABLE, LayerNames
 from executor_svc.models.stored_names import decoder_names
 
 _log = logging.getLogger(__name__)
@@ -167,11 +167,11 @@ class SafetensorsWeights(Weights):
         dtype: torch.dtype,
         device: torch.device,
         quantization: Quantization | None = None,
-        of_decoder: bool = False,
+        layer_names: LayerNames | None = None,
     ) -> None:
         """quantization: of the linears that the files hold in few bits.
 
-        of_decoder: whether tensors are called as in a decoder, whatever stands before these names in the files.
+        layer_names: of a decoder, whose tensors are called so whatever stands before these names in the files.
         """
         super().__init__(dtype, device)
         self._folder = folder
@@ -179,7 +179,7 @@ class SafetensorsWeights(Weights):
         self._skipped: set[str] = set()
         self._headers: dict[Path, dict[str, StoredTensor]] = {}
         files = self._tensor_files()
-        names = decoder_names(files) if of_decoder else dict(zip(files, files, strict=True))
+        names = dict(zip(files, files, strict=True)) if layer_names is None else decoder_names(files, layer_names.first)
         self._places = {name: (files[stored], stored) for name, stored in names.items()}
         """File and stored name of each tensor."""
 
@@ -323,7 +323,7 @@ class SafetensorsWeights(Weights):
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         stored = self.require(name)
-        if stored.shape != shape:
+        if (stored.shape or (1,)) != shape:
             raise LoaderError(
                 f"{stored.path}: tensor {name} has shape {list(stored.shape)}, config.json says {list(shape)}"
             )
@@ -333,7 +333,8 @@ class SafetensorsWeights(Weights):
             )
 
     def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
-        return self._stored(name).blocks(rows)
+        stored = self._stored(name)
+        return stored.blocks(rows) if stored.shape else iter([stored.whole()[None]])
 
     def get_scales(self, name: str, count: int) -> Tensor | None:
         """As in `Weights`; scales are never rounded to the model's dtype."""

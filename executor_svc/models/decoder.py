@@ -11,6 +11,7 @@ from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, 
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.kv_scales import SCALES
+from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import make_rotary
 from executor_svc.models.spec import HEAD, DecoderSpec, LayerSpec
 
@@ -89,7 +90,7 @@ class Decoder:
         layers before it included, and for num_layers the result of `forward`. It is what vLLM's auxiliary hidden states
         are. Their shape is [T, len(state_layers) * hidden], side by side. They change no bit of the other result.
         """
-        kernels, eps, scale = self._kernels, self._spec.rms_norm_eps, self._spec.residual_scale
+        kernels, scale = self._kernels, self._spec.residual_scale
         residual = self.embedding(token_ids, self._embedding_scale)
         hidden_size = self._spec.hidden_size
         states = kernels.new_rows("states", len(token_ids), len(state_layers) * hidden_size, residual.dtype)
@@ -100,28 +101,36 @@ class Decoder:
 
         delta: Tensor | None = None
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
-            if delta is None:
-                normed = kernels.rms_norm(residual, layer.before_attention, eps)
-            else:
-                normed, residual = kernels.add_rms_norm(delta, residual, layer.before_attention, eps, scale)
+            normed, residual = self._read(layer.before_attention, delta, residual)
             keep(index)
             attended = layer.attention(normed, ropes[self._rotary_of[index]], kv_layer, plans[self._plan_of[index]])
-            attended = self._normed_after(attended, layer.after_attention)
-            normed, residual = kernels.add_rms_norm(attended, residual, layer.before_mlp, eps, scale)
-            delta = self._normed_after(layer.mlp(normed), layer.after_mlp)
+            if layer.after_attention is not None:
+                attended = layer.after_attention(attended)
+            if self._spec.parallel:
+                normed = normed if layer.before_mlp is None else layer.before_mlp(residual)
+                residual = kernels.add(attended, residual, scale)
+            else:
+                normed, residual = self._read(layer.before_mlp, attended, residual)
+            delta = layer.mlp(normed)
+            if layer.after_mlp is not None:
+                delta = layer.after_mlp(delta)
         if delta is not None:
             residual = kernels.add(delta, residual, scale)
         keep(self.num_layers)
         return residual, states
 
-    def _normed_after(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """Return an output x of attention or feed-forward, normalized if the model has a norm after it."""
-        return x if norm is None else self._kernels.rms_norm(x, norm, self._spec.rms_norm_eps)
+    def _read(self, norm: Norm | None, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what attention or feed-forward reads, and the residual to which the output before it is added."""
+        scale = self._spec.residual_scale
+        if norm is None:
+            residual = residual if delta is None else self._kernels.add(delta, residual, scale)
+            return residual, residual
+        return (norm(residual), residual) if delta is None else norm.of_sum(delta, residual, scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, vocab_size] for hidden [R, hidden]: rounded to the model's dtype, as float32."""
         spec = self._spec
-        logits = self.head(self._kernels.rms_norm(hidden, self._final_norm, spec.rms_norm_eps), torch.float32)
+        logits = self.head(self._final_norm(hidden), torch.float32)
         return self._kernels.finish_logits(logits, hidden.dtype, spec.logits_divisor, spec.logits_softcap)
 
 
@@ -143,7 +152,8 @@ def is_ignored(name: str, spec: DecoderSpec) -> bool:
     endings = ("rotary_emb.inv_freq", *(f".self_attn{ending}" for ending in SCALES))
     if spec.tied and name.startswith(f"{HEAD}.") and not name.endswith(".bias"):  # a copy of the table
         return True
-    return name.endswith(endings) or name.startswith(tuple(map(mtp_prefix, range(spec.num_mtp_layers))))
+    beginnings = (*map(mtp_prefix, range(spec.num_mtp_layers)), *spec.ignored)
+    return name.endswith(endings) or name.startswith(beginnings)
 
 
 def mtp_prefix(layer: int) -> str:

@@ -35,7 +35,7 @@ from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
 from executor_svc.models.registry import ARCHITECTURES, own_architecture
-from executor_svc.models.spec import DecoderSpec, bias_names, linear_shapes
+from executor_svc.models.spec import DecoderSpec, LayerNames, bias_names, linear_shapes
 
 _log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def _weights(
 ) -> DummyWeights | SafetensorsWeights | GgufWeights:
     gguf = checkpoint.gguf
     if gguf is None or config.load_format == "dummy":
-        found = folder_weights(config, device, checkpoint.folder, checkpoint.content, of_decoder=True)
+        found = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec.names)
         if spec.tied:
             found.share_ends()
         return found
@@ -297,16 +297,16 @@ def _decoder(
 
 
 def folder_weights(
-    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], of_decoder: bool = False
+    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], layer_names: LayerNames | None = None
 ) -> DummyWeights | SafetensorsWeights:
     """Return the tensors of a folder, or random ones, which are dense; content: of config.json.
 
-    of_decoder: as of `SafetensorsWeights`.
+    layer_names: as of `SafetensorsWeights`.
     """
     if config.load_format == "dummy":
         return DummyWeights(config.seed, device.dtype, device.torch_device)
     quantization = read_quantization(folder, content)
-    return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization, of_decoder)
+    return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization, layer_names)
 
 
 def _saved(

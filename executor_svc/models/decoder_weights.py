@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from executor_svc.device.kernels import AttentionShape, Embedding, HeadNorms, KVScales, Linear
 from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder, WeightSource
-from executor_svc.models.layers.attention import Attention, fuse_qkv
-from executor_svc.models.layers.mlp import GatedMlp
+from executor_svc.models.layers.attention import Attention, HeadRows
+from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
+from executor_svc.models.layers.norm import LayerNorm, Norm, RmsNorm
 from executor_svc.models.linear_weight import LinearWeight, StoredPart, linear_weight, output_weight, qkv_weight
-from executor_svc.models.spec import HEAD, TABLE, DecoderSpec
+from executor_svc.models.spec import HEAD, TABLE, DecoderSpec, mlp_rows, qkv_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,12 @@ class LayerWeights:
     """A layer, ready to run."""
 
     attention: Attention
-    mlp: GatedMlp
-    before_attention: Tensor
-    """Norm weights, as the following ones; None: the model has no such norm."""
-    after_attention: Tensor | None
-    before_mlp: Tensor
-    after_mlp: Tensor | None
+    mlp: Mlp
+    before_attention: Norm | None
+    """None: the model has no such norm, here and in the following ones."""
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
 
 
 class DecoderWeights:
@@ -56,87 +58,118 @@ class DecoderWeights:
         size = (self._spec.vocab_size, self._spec.hidden_size)
         return linear_weight([self._weights.open_linear(name, size)], self._builder.dtype)
 
-    def final_norm(self) -> Tensor:
+    def final_norm(self) -> Norm:
         return self.norm("model.norm", self._spec.hidden_size)
 
     def layer(
         self, index: int, shape: AttentionShape, scales: KVScales | None, columns: int | None = None
     ) -> LayerWeights:
         """Return a layer; scales: of its keys and values; columns: of q, k and v, by default the hidden size."""
-        prefix, hidden = f"model.layers.{index}", self._spec.hidden_size
-        sandwiched = self._spec.norms_after
-        before_mlp = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
+        prefix, names = f"model.layers.{index}.", self._spec.names
         return LayerWeights(
-            before_attention=self.norm(f"{prefix}.input_layernorm", hidden),
-            attention=self._attention(f"{prefix}.self_attn", shape, scales, columns or hidden),
-            after_attention=self.norm(f"{prefix}.post_attention_layernorm", hidden) if sandwiched else None,
-            before_mlp=self.norm(f"{prefix}.{before_mlp}", hidden),
-            mlp=self._mlp(f"{prefix}.mlp"),
-            after_mlp=self.norm(f"{prefix}.post_feedforward_layernorm", hidden) if sandwiched else None,
+            before_attention=self._norm_if(prefix, names.before_attention),
+            attention=self._attention(prefix, shape, scales, columns or self._spec.hidden_size),
+            after_attention=self._norm_if(prefix, names.after_attention),
+            before_mlp=self._norm_if(prefix, names.before_mlp),
+            mlp=self._mlp(prefix),
+            after_mlp=self._norm_if(prefix, names.after_mlp),
         )
 
-    def norm(self, name: str, size: int) -> Tensor:
-        """Return a norm's weight, in fp32 if it has an offset: the kernels then multiply in fp32."""
+    def _norm_if(self, prefix: str, name: str | None) -> Norm | None:
+        return None if name is None else self.norm(prefix + name, self._spec.hidden_size)
+
+    def norm(self, name: str, size: int) -> Norm:
+        """Return a norm of rows of `size` numbers."""
+        spec, kernels = self._spec, self._builder.kernels
+        weight = self._norm_weight(name, size)
+        if spec.norm == "rms":
+            return RmsNorm(weight, spec.norm_eps, kernels)
+        wide = weight.float()
+        bias = torch.zeros_like(wide) if spec.norm == "layer" else self._weights.get(f"{name}.bias", (size,)).float()
+        return LayerNorm(wide, bias, spec.norm_eps, kernels)
+
+    def _norm_weight(self, name: str, size: int) -> Tensor:
+        """Return a norm's weight, in fp32 where the kernels multiply in fp32."""
         weight = self._weights.get(f"{name}.weight", (size,))
         offset = self._spec.norm_weight_offset
-        return weight.float() + offset if offset else weight
+        return weight.float() + offset if offset or self._spec.norms_in_fp32 else weight
 
     def _attention(self, prefix: str, shape: AttentionShape, scales: KVScales | None, columns: int) -> Attention:
-        spec, dtype = self._spec, self._builder.dtype
-        q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        qkv = qkv_weight(self._linears(prefix, "qkv_proj", sizes, columns), dtype, shape)
-        qkv_bias = output_bias = norms = None
+        spec, dtype, names = self._spec, self._builder.dtype, self._spec.names
+        rows = qkv_rows(spec)
+        heads = self._head_rows(shape)
+        qkv = qkv_weight(self._linears(prefix, rows, columns), dtype, heads)
+        qkv_bias = output_bias = None
         if spec.qkv_bias:
-            qkv_bias = fuse_qkv(self._biases(prefix, "qkv_proj", sizes), shape)
-        stored = self._weights.open_linear(f"{prefix}.o_proj", (spec.hidden_size, q))
+            qkv_bias = torch.cat([put(bias) for put, bias in zip(heads, self._biases(prefix, rows), strict=True)])
+        stored = self._weights.open_linear(prefix + names.output, (spec.hidden_size, spec.num_heads * spec.head_size))
         output = output_weight(stored, dtype, shape, self._builder.torch_device)
         if spec.output_bias:
-            output_bias = self._bias(f"{prefix}.o_proj", spec.hidden_size)
-        if spec.head_norms:
-            q_norm, k_norm = (self.norm(f"{prefix}.{name}", spec.head_size) for name in ("q_norm", "k_norm"))
-            norms = HeadNorms(q_norm, k_norm, spec.rms_norm_eps)
+            output_bias = self._bias(prefix + names.output, spec.hidden_size)
         return Attention(
             shape,
             self._builder.prepare_linear("attention.qkv", qkv, qkv_bias),
             self._builder.prepare_linear("attention.output", output, output_bias),
-            norms,
+            self._head_norms(prefix, shape),
             scales,
             self._builder.kernels,
         )
 
-    def _mlp(self, prefix: str) -> GatedMlp:
-        spec, dtype = self._spec, self._builder.dtype
-        hidden, sizes = spec.hidden_size, dict.fromkeys(("gate_proj", "up_proj"), spec.intermediate_size)
-        gate_up = linear_weight(self._linears(prefix, "gate_up_proj", sizes, hidden), dtype)
-        stored = self._weights.open_linear(f"{prefix}.down_proj", (hidden, spec.intermediate_size))
-        down = linear_weight([stored], dtype)
-        gate_up_bias = down_bias = None
+    def _head_rows(self, shape: AttentionShape) -> list[HeadRows]:
+        """Return what becomes of the rows of each stored linear of q, k and v."""
+        count, pairs = len(self._spec.names.qkv), self._spec.rotary_pairs
+        assert count == 3 or not pairs, "pairs are of q and k alone"
+        rows = HeadRows(shape.head_size, shape.padded_head_size, 0)
+        return [replace(rows, pairs=pairs if index < 2 else 0) for index in range(count)]
+
+    def _head_norms(self, prefix: str, shape: AttentionShape) -> HeadNorms | None:
+        spec = self._spec
+        if spec.head_norms is None:
+            return None
+        all_heads = spec.head_norms == "all heads"
+        rows = HeadRows(spec.head_size, shape.padded_head_size if all_heads else spec.head_size, spec.rotary_pairs)
+        sizes = [
+            count * spec.head_size if all_heads else spec.head_size for count in (spec.num_heads, spec.num_kv_heads)
+        ]
+        names = spec.names.q_norm, spec.names.k_norm
+        q, k = (rows(self._norm_weight(prefix + name, size)) for name, size in zip(names, sizes, strict=True))
+        return HeadNorms(q, k, spec.norm_eps, spec.head_norms)
+
+    def _mlp(self, prefix: str) -> Mlp:
+        spec, dtype, builder = self._spec, self._builder.dtype, self._builder
+        rows, down_name = mlp_rows(spec), prefix + spec.names.down
+        into = linear_weight(self._linears(prefix, rows, spec.hidden_size), dtype)
+        down = linear_weight([self._weights.open_linear(down_name, (spec.hidden_size, spec.intermediate_size))], dtype)
+        into_bias = down_bias = None
         if spec.mlp_bias:
-            gate_up_bias = torch.cat(self._biases(prefix, "gate_up_proj", sizes))
-            down_bias = self._bias(f"{prefix}.down_proj", hidden)
-        return GatedMlp(
-            self._builder.prepare_linear("mlp.gate_up", gate_up, gate_up_bias),
-            self._builder.prepare_linear("mlp.down", down, down_bias),
-            spec.activation,
-            self._builder.kernels,
-        )
+            into_bias = torch.cat(self._biases(prefix, rows))
+            down_bias = self._bias(down_name, spec.hidden_size)
+        first = builder.prepare_linear("mlp.gate_up", into, into_bias)
+        second = builder.prepare_linear("mlp.down", down, down_bias)
+        activation = spec.activation
+        if spec.gated_mlp:
+            assert activation in GATED
+            return GatedMlp(first, second, activation, builder.kernels)
+        assert activation in PLAIN
+        scalars = self._xielu_scalars(f"{prefix}mlp.act_fn") if activation == "xielu" else None
+        return PlainMlp(first, second, activation, scalars, builder.kernels)
 
-    def _linears(self, prefix: str, fused: str, sizes: dict[str, int], columns: int) -> list[StoredPart]:
-        """Return the weights of one fused linear: one of each name [size, columns], or all of them in one."""
-        return [self._weights.open_linear(name, (size, columns)) for name, size in self._names(prefix, fused, sizes)]
+    def _xielu_scalars(self, name: str) -> Tensor:
+        """Return the scalars of a layer's xIELU, as in `Kernels.activate`; it learns two before a softplus."""
+        stored = (self._weights.get(f"{name}.{each}", (1,)).float() for each in ("alpha_p", "alpha_n", "beta", "eps"))
+        alpha_p, alpha_n, beta, eps = stored
+        return torch.cat([softplus(alpha_p), beta + softplus(alpha_n), beta, eps])
 
-    def _biases(self, prefix: str, fused: str, sizes: dict[str, int]) -> list[Tensor]:
-        """Return the biases [size] of one fused linear, likewise."""
-        return [self._bias(name, size) for name, size in self._names(prefix, fused, sizes)]
+    def _linears(self, prefix: str, rows: dict[str, int], columns: int) -> list[StoredPart]:
+        """Return the weights [rows, columns] of one fused linear."""
+        return [self._weights.open_linear(prefix + name, (count, columns)) for name, count in rows.items()]
+
+    def _biases(self, prefix: str, rows: dict[str, int]) -> list[Tensor]:
+        """Return the biases [rows] of one fused linear, likewise."""
+        return [self._bias(prefix + name, count) for name, count in rows.items()]
 
     def _bias(self, module: str, size: int) -> Tensor:
         name = f"{module}.bias"
         if name in self._spec.absent_biases:
             return torch.zeros(size, dtype=self._builder.dtype, device=self._builder.torch_device)
         return self._weights.get(name, (size,))
-
-    def _names(self, prefix: str, fused: str, sizes: dict[str, int]) -> list[tuple[str, int]]:
-        """Return the stored linears of a fused one, and the rows of each."""
-        names = {fused: sum(sizes.values())} if self._spec.fused_tensors else sizes
-        return [(f"{prefix}.{name}", size) for name, size in names.items()]

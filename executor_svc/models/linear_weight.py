@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -13,7 +14,7 @@ from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.kernels import AttentionShape, WeightRows
 from executor_svc.device.stored_linear import QuantBlock, QuantRows, StoredLinear
 from executor_svc.models.base import StoredWeight
-from executor_svc.models.layers.attention import pad_heads, pad_output
+from executor_svc.models.layers.attention import HeadRows, pad_output
 
 StoredPart = StoredWeight | QuantRows
 """What a source opens as the weight of a linear."""
@@ -28,13 +29,13 @@ class LinearWeight:
         dtype: torch.dtype,
         *,
         shape: tuple[int, int] | None = None,
-        widen: Callable[[Tensor], Tensor] | None = None,
+        widen: Sequence[Callable[[Tensor], Tensor]] = (),
         multiple: int | None = None,
     ) -> None:
         """Take parts with the same number of columns.
 
-        widen: applied to each block of rows; shape: of the whole after it; multiple: of the rows that it needs, None:
-        any number.
+        widen: for each part, applied to each block of its rows; none: rows stay as they are. shape: of the whole after
+        it; multiple: of the rows that it needs, None: any number.
         """
         self._parts = parts
         self._columns = parts[0].shape[1]
@@ -47,17 +48,17 @@ class LinearWeight:
         """As in `WeightRows`."""
         unit = self._multiple or multiple
         rows = unit * max(1, num_bytes // (unit * self._columns * self.dtype.itemsize))
-        for part in self._parts:
+        for index, part in enumerate(self._parts):
             for block in part.blocks(rows):
-                yield self._widened(block)
+                yield self._widened(index, block)
 
     def whole(self) -> Tensor:
         """As in `WeightRows`."""
-        wide = [self._widened(part.whole()) for part in self._parts]
+        wide = [self._widened(index, part.whole()) for index, part in enumerate(self._parts)]
         return wide[0] if len(wide) == 1 else torch.cat(wide)
 
-    def _widened(self, block: Tensor) -> Tensor:
-        return block if self._widen is None else self._widen(block)
+    def _widened(self, index: int, block: Tensor) -> Tensor:
+        return self._widen[index](block) if self._widen else block
 
 
 def linear_weight(parts: Sequence[StoredPart], dtype: torch.dtype) -> LinearWeight | StoredLinear:
@@ -71,31 +72,27 @@ def _in_few_bits_or_dense(part: StoredPart, dtype: torch.dtype) -> QuantRows | W
     return part if isinstance(part, QuantRows) else LinearWeight([part], dtype)
 
 
-def qkv_weight(parts: Sequence[StoredPart], dtype: torch.dtype, shape: AttentionShape) -> LinearWeight | StoredLinear:
-    """Return the weight of q, k and v [heads * D, hidden], each head widened to the padded size."""
-    if shape.head_size == shape.padded_head_size:
+def qkv_weight(
+    parts: Sequence[StoredPart], dtype: torch.dtype, heads: Sequence[HeadRows]
+) -> LinearWeight | StoredLinear:
+    """Return the weight of q, k and v [heads * D, hidden]; heads: what becomes of the rows of each part."""
+    if all(each.is_same for each in heads):
         return linear_weight(parts, dtype)
     if any(isinstance(part, QuantRows) for part in parts):
-        return StoredLinear([_padded_heads(part, dtype, shape) for part in parts], dtype)
-    return _dense_heads([part for part in parts if not isinstance(part, QuantRows)], dtype, shape)
+        return StoredLinear([_heads(part, dtype, rows) for part, rows in zip(parts, heads, strict=True)], dtype)
+    return _dense_heads([part for part in parts if not isinstance(part, QuantRows)], dtype, heads)
 
 
-def _padded_heads(part: StoredPart, dtype: torch.dtype, shape: AttentionShape) -> QuantRows | WeightRows:
+def _heads(part: StoredPart, dtype: torch.dtype, heads: HeadRows) -> QuantRows | WeightRows:
     if isinstance(part, QuantRows):
-        return PaddedHeads(part, shape.head_size, shape.padded_head_size)
-    return _dense_heads([part], dtype, shape)
+        return part if heads.is_same else QuantHeads(part, heads)
+    return _dense_heads([part], dtype, [heads])
 
 
-def _dense_heads(parts: Sequence[StoredWeight], dtype: torch.dtype, shape: AttentionShape) -> LinearWeight:
-    size, padded = shape.head_size, shape.padded_head_size
-    heads = sum(part.shape[0] for part in parts) // size
-    return LinearWeight(
-        parts,
-        dtype,
-        shape=(heads * padded, parts[0].shape[1]),
-        widen=lambda block: pad_heads(block, size, padded),
-        multiple=size,
-    )
+def _dense_heads(parts: Sequence[StoredWeight], dtype: torch.dtype, heads: Sequence[HeadRows]) -> LinearWeight:
+    size, padded = heads[0].head_size, heads[0].padded_head_size
+    count = sum(part.shape[0] for part in parts) // size
+    return LinearWeight(parts, dtype, shape=(count * padded, parts[0].shape[1]), widen=heads, multiple=size)
 
 
 def output_weight(
@@ -114,29 +111,31 @@ def output_weight(
 
     if isinstance(part, QuantRows):
         return StoredLinear([DequantizedRows(part, dtype, device, shape=size, widen=widen)], dtype)
-    return LinearWeight([part], dtype, shape=size, widen=widen)
+    return LinearWeight([part], dtype, shape=size, widen=[widen])
 
 
-class PaddedHeads:
-    """Implements `QuantRows`: rows of zeros after those of each head.
+class QuantHeads:
+    """Implements `QuantRows`: rows of heads in another order, and rows of zeros after those of each head.
 
-    All their numbers are 0: with a scale of 0 every code is zero, and where scales are powers of 2 the code 0 is.
+    All numbers of the zeros are 0: with a scale of 0 every code is zero, and where scales are powers of 2 the code 0
+    is.
     """
 
-    def __init__(self, rows: QuantRows, head_size: int, padded_head_size: int) -> None:
+    def __init__(self, rows: QuantRows, heads: HeadRows) -> None:
         """rows: [heads * head_size, in_features]."""
         self._rows = rows
-        self._sizes = head_size, padded_head_size
-        self.shape = rows.shape[0] // head_size * padded_head_size, rows.shape[1]
+        self._heads = heads
+        self.shape = rows.shape[0] // heads.head_size * heads.padded_head_size, rows.shape[1]
         self.format = rows.format
         self.column_order = rows.column_order
         self.whole_row_activations = rows.whole_row_activations
 
     def blocks(self, num_bytes: int, multiple: int) -> Iterator[QuantBlock]:
         """As in `QuantRows`; whole heads at a time."""
-        for block in self._rows.blocks(num_bytes, self._sizes[0]):
-            planes: dict[str, Any] = {each.name: self._padded(getattr(block, each.name)) for each in fields(block)}
+        unit = self._heads.head_size if self._heads.is_padded else math.lcm(multiple, self._heads.head_size)
+        for block in self._rows.blocks(num_bytes, unit):
+            planes: dict[str, Any] = {each.name: self._placed(getattr(block, each.name)) for each in fields(block)}
             yield QuantBlock(**planes)
 
-    def _padded(self, plane: Tensor | None) -> Tensor | None:
-        return None if plane is None else pad_heads(plane, *self._sizes)
+    def _placed(self, plane: Tensor | None) -> Tensor | None:
+        return None if plane is None else self._heads(plane)

@@ -6,25 +6,51 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cadenza_common.brief import brief
+from executor_svc.models.families.apertus import read_apertus
+from executor_svc.models.families.cohere import read_cohere2
+from executor_svc.models.families.ernie import read_ernie
+from executor_svc.models.families.exaone import read_exaone4
 from executor_svc.models.families.gemma import read_gemma2, read_gemma3
-from executor_svc.models.families.granite import read_granite
-from executor_svc.models.families.llama import read_llama
+from executor_svc.models.families.glm4 import read_glm4
+from executor_svc.models.families.granite import read_granite, read_granite_4
+from executor_svc.models.families.hunyuan import read_hunyuan
+from executor_svc.models.families.llama import read_llama, read_seed_oss, read_smollm3
 from executor_svc.models.families.mimo import read_mimo
-from executor_svc.models.families.mistral import read_mistral
+from executor_svc.models.families.mistral import read_ministral3, read_mistral
+from executor_svc.models.families.nemotron import read_nemotron
+from executor_svc.models.families.olmo import read_olmo2, read_olmo3
 from executor_svc.models.families.phi3 import read_phi3
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
+from executor_svc.models.families.starcoder import read_starcoder2
+from executor_svc.models.families.wrapped import read_gemma3_wrapped, read_mistral3_wrapped
 from executor_svc.models.spec import DecoderSpec
 
 ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
+    "ApertusForCausalLM": read_apertus,
+    "Cohere2ForCausalLM": read_cohere2,
+    "Ernie4_5ForCausalLM": read_ernie,
+    "Exaone4ForCausalLM": read_exaone4,
     "Gemma2ForCausalLM": read_gemma2,
     "Gemma3ForCausalLM": read_gemma3,
+    "Gemma3ForConditionalGeneration": read_gemma3_wrapped,
+    "Glm4ForCausalLM": read_glm4,
     "GraniteForCausalLM": read_granite,
+    "GraniteMoeHybridForCausalLM": read_granite_4,
+    "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "LlamaForCausalLM": read_llama,
     "MiMoForCausalLM": read_mimo,
+    "Ministral3ForCausalLM": read_ministral3,
+    "Mistral3ForConditionalGeneration": read_mistral3_wrapped,
     "MistralForCausalLM": read_mistral,
+    "NemotronForCausalLM": read_nemotron,
+    "Olmo2ForCausalLM": read_olmo2,
+    "Olmo3ForCausalLM": read_olmo3,
     "Phi3ForCausalLM": read_phi3,
     "Qwen2ForCausalLM": read_qwen2,
     "Qwen3ForCausalLM": read_qwen3,
+    "SeedOssForCausalLM": read_seed_oss,
+    "SmolLM3ForCausalLM": read_smollm3,
+    "Starcoder2ForCausalLM": read_starcoder2,
 }
 _OLD_NAMES = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 """Names of before transformers had the model."""
@@ -33,15 +59,31 @@ _OLD_NAMES = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 _MOST_NAMED = 200
 """Characters of names in a message."""
 _MODEL_TYPES = {
+    "apertus": "ApertusForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mimo": "MiMoForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "nemotron": "NemotronForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 
 

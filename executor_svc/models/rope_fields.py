@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cadenza_common.brief import brief
 from executor_svc.models.config_fields import Fields
-from executor_svc.models.layers.rope import RopeConfig
+from executor_svc.models.layers.rope import RopeConfig, Rounding
 from executor_svc.models.layers.rope_scaling import (
     DynamicScaling,
     LinearScaling,
@@ -45,6 +45,7 @@ def read_rope(
     original: int | None = None,
     partial: float | None = None,
     kinds: dict[str, str] | None = None,
+    rounding: Rounding = "products",
 ) -> RopeConfig:
     """Return the embedding that an object describes; raises ModelConfigError naming the wrong field.
 
@@ -55,6 +56,7 @@ def read_rope(
         original: original_max_position_embeddings outside the object, which takes precedence over the one in it.
         partial: the default share of a head's dimensions that is rotated; None: all dimensions, required.
         kinds: the allowed types, mapped to those of ROPE_TYPES; None: all.
+        rounding: of the family; other than "products" it excludes the type dynamic.
     """
     names = kinds or {name: name for name in ROPE_TYPES}
     field = "rope_type" if rope.text("rope_type") else "type"
@@ -74,7 +76,10 @@ def read_rope(
     if theta <= 1 or original <= 1:
         field, value = ("rope_theta", theta) if theta <= 1 else ("original_max_position_embeddings", original)
         raise rope.error(field, f"{value:g} must be above 1")
-    return RopeConfig(theta, size, ROPE_TYPES[names[kind]](rope, size, max_positions, original))
+    scaling = ROPE_TYPES[names[kind]](rope, size, max_positions, original)
+    if isinstance(scaling, DynamicScaling) and rounding != "products":
+        raise rope.error(field, "'dynamic' is not supported here")
+    return RopeConfig(theta, size, scaling, rounding)
 
 
 def _factor(rope: Fields) -> float:

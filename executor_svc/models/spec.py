@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
+from executor_svc.device.kernels import HeadNormKind
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
@@ -19,12 +21,42 @@ TABLE = "model.embed_tokens"
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNames:
+    """The modules of a layer by their names in checkpoints. The defaults are Llama's."""
+
+    before_attention: str | None = "input_layernorm"
+    """Norms; None: the model has no such one, here and in the following three."""
+    after_attention: str | None = None
+    """Of the output of attention, before it is added to the residual."""
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three linears, or one of all three, one below the other."""
+    output: str = "self_attn.o_proj"
+    into_mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Gate and up, or one linear of both; of an MLP without gate up alone."""
+    down: str = "mlp.down_proj"
+
+    @property
+    def first(self) -> str:
+        """The module whose name in layer 0 shows what stands before `layers` in a file."""
+        return self.before_attention or self.after_attention or self.output
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The parameters that may differ between layers."""
 
-    rope: RopeConfig
+    rope: RopeConfig | None
+    """None: queries and keys are not rotated."""
     window: int | None = None
     """Maximum number of positions that a token attends to, its own included; None: all up to its own."""
+
+
+NormKind = Literal["rms", "layer", "layer with bias"]
+"""Root mean square, or mean and variance (Ba et al., 2016)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +72,7 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     context_limit: int
     """Maximum number of positions of the checkpoint: the default of max_model_len and its bound."""
-    rms_norm_eps: float
+    norm_eps: float
     attention_scale: float
     activation: Activation = "silu"
     tied: bool = False
@@ -49,15 +81,23 @@ class DecoderSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    fused_tensors: bool = False
-    """Whether checkpoints hold q, k and v as one tensor, and gate and up as one."""
+    gated_mlp: bool = True
+    """Whether the MLP multiplies the activation of one linear, the gate, with another, up."""
+    names: LayerNames = LayerNames()
 
-    head_norms: bool = False
-    """Whether query and key heads are normalized before the rotary embedding."""
-    norms_after: bool = False
-    """Whether outputs of attention and feed-forward are normalized before they are added to the residual."""
+    rotary_pairs: int = 0
+    """Leading columns of a head that the checkpoint rotates as neighbouring pairs, not as halves: their rows in the
+    weights of q and k, and the biases, norms and adapters of these, change places when they are read."""
+
+    head_norms: HeadNormKind | None = None
+    """RMS norms of queries and keys."""
+    norm: NormKind = "rms"
     norm_weight_offset: float = 0.0
     """Offset of the weights of all norms, added in fp32; if not 0, norms also multiply in fp32."""
+    norms_in_fp32: bool = False
+    """Whether norms multiply in fp32, and round once."""
+    parallel: bool = False
+    """Whether attention and MLP both read the layer's input, and both are added to it."""
 
     embedding_scale: float = 1.0
     embedding_scale_rounded: bool = False
@@ -72,6 +112,9 @@ class DecoderSpec:
     """Layers of a head of multi-token prediction that the checkpoint also holds. The decoder does not read them, so
     that `digest`, which is over the representation, leaves them out."""
 
+    ignored: tuple[str, ...] = field(default=(), repr=False)
+    """What the names of tensors begin with that the checkpoint holds for images and sounds."""
+
     absent_biases: frozenset[str] = field(default=frozenset(), repr=False)
     """Tensors of biases that the checkpoint does not hold: they are 0. The digest of the weights leaves them out."""
 
@@ -83,53 +126,70 @@ class DecoderSpec:
     def num_linear_elements(self) -> int:
         """The number of elements of embedding, head and linears: nearly all of the weights."""
         qkv_and_output = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
-        layer = self.hidden_size * (qkv_and_output + 3 * self.intermediate_size)
+        layer = self.hidden_size * (qkv_and_output + (3 if self.gated_mlp else 2) * self.intermediate_size)
         vocabularies = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return vocabularies + self.num_layers * layer
 
     def num_rotary_elements(self, max_model_len: int) -> int:
         """Return the number of elements of the rotary tables."""
-        tables = {layer.rope for layer in self.layers if not isinstance(layer.rope.scaling, DynamicScaling)}
+        tables = {rope for rope in self._ropes if not isinstance(rope.scaling, DynamicScaling)}
         return sum(2 * max_model_len * rope.size for rope in tables)
+
+    @property
+    def _ropes(self) -> list[RopeConfig]:
+        """The rotary embedding of each layer that has one."""
+        return [layer.rope for layer in self.layers if layer.rope is not None]
 
     def shares_prefixes(self, max_model_len: int) -> bool:
         """Return whether a token's keys and values depend only on it and the tokens before it.
 
         With dynamic scaling they also depend on the prompt's length, if that can exceed the original length.
         """
-        scalings = [layer.rope.scaling for layer in self.layers if isinstance(layer.rope.scaling, DynamicScaling)]
+        scalings = [rope.scaling for rope in self._ropes if isinstance(rope.scaling, DynamicScaling)]
         return all(max_model_len <= scaling.original_max_position for scaling in scalings)
 
     def digest(self, max_model_len: int) -> bytes:
         """Return sha256 over everything, besides the tensors, that the computation depends on."""
-        scalings = [layer.rope.scaling for layer in self.layers]
+        scalings = [rope.scaling for rope in self._ropes]
         lists = [scaling.is_long(max_model_len) for scaling in scalings if isinstance(scaling, LongScaling)]
         return hashlib.sha256(repr((self, lists)).encode()).digest()
 
 
 def bias_names(spec: DecoderSpec) -> list[list[list[str]]]:
     """Return the names of biases that the model may have: of attention and MLP, of each linear, of each layer."""
-    attention = ["q_proj", "k_proj", "v_proj"] if spec.qkv_bias else []
-    attention += ["o_proj"] if spec.output_bias else []
-    mlp = ["gate_proj", "up_proj", "down_proj"] if spec.mlp_bias else []
-    kinds = [[f"self_attn.{name}" for name in attention], [f"mlp.{name}" for name in mlp]]
+    names = spec.names
+    attention = [*(names.qkv if spec.qkv_bias else ()), *([names.output] if spec.output_bias else [])]
+    mlp = [*names.into_mlp, names.down] if spec.mlp_bias else []
     layers = range(spec.num_layers)
-    return [[[f"model.layers.{layer}.{name}.bias" for layer in layers] for name in names] for names in kinds]
+    return [[[f"model.layers.{layer}.{name}.bias" for layer in layers] for name in kind] for kind in (attention, mlp)]
 
 
 def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name and shape [rows, columns] of each weight with two dimensions."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-    if spec.fused_tensors:
-        into, mlp = {"qkv_proj": q + 2 * kv}, {"gate_up_proj": 2 * inner}
-    else:
-        into, mlp = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": inner, "up_proj": inner}
-    layer = {f"self_attn.{name}": (rows, hidden) for name, rows in into.items()} | {"self_attn.o_proj": (hidden, q)}
-    layer |= {f"mlp.{name}": (rows, hidden) for name, rows in mlp.items()} | {"mlp.down_proj": (hidden, inner)}
+    hidden, names, layer = spec.hidden_size, spec.names, dict[str, tuple[int, int]]()
+    qkv, mlp = qkv_rows(spec), mlp_rows(spec)
+    layer |= {name: (rows, hidden) for name, rows in qkv.items()}
+    layer[names.output] = (hidden, spec.num_heads * spec.head_size)
+    layer |= {name: (rows, hidden) for name, rows in mlp.items()}
+    layer[names.down] = (hidden, spec.intermediate_size)
     yield f"{TABLE}.weight", (spec.vocab_size, hidden)
     if not spec.tied:
         yield f"{HEAD}.weight", (spec.vocab_size, hidden)
     for index in range(spec.num_layers):
         for name, shape in layer.items():
             yield f"model.layers.{index}.{name}.weight", shape
+
+
+def qkv_rows(spec: DecoderSpec) -> dict[str, int]:
+    """Return the rows of the linears of q, k and v by their names in a layer."""
+    q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+    return _rows(spec.names.qkv, (q, kv, kv))
+
+
+def mlp_rows(spec: DecoderSpec) -> dict[str, int]:
+    """Return the rows of the linears that the MLP begins with by their names in a layer."""
+    return _rows(spec.names.into_mlp, (spec.intermediate_size,) * (2 if spec.gated_mlp else 1))
+
+
+def _rows(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(names, rows, strict=True)) if len(names) == len(rows) else {names[0]: sum(rows)}

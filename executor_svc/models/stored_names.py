@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from executor_svc.models.spec import HEAD
 
 _PREFIX = "model."
-_FIRST_NORM = re.compile(r"(?P<prefix>(?:.+\.)?)layers\.0\.input_layernorm\.weight", re.DOTALL)
 
 
-def decoder_names(stored: Iterable[str]) -> dict[str, str]:
+def decoder_names(stored: Iterable[str], first: str = "input_layernorm") -> dict[str, str]:
     """Return the stored names by those that transformers gives the tensors of a decoder.
+
+    first: a module of a decoder's layers that no other part of the checkpoint has.
 
     What stands before `layers.0` becomes `model.`: nothing in checkpoints of the model without its head, such as
     LlamaModel; `language_model.model.` in those of larger models; `transformer.` in old ones. The head has no word
@@ -20,7 +21,8 @@ def decoder_names(stored: Iterable[str]) -> dict[str, str]:
     there are several such words, or where two tensors would have one name.
     """
     names = list(stored)
-    found = {match["prefix"] for name in names if (match := _FIRST_NORM.fullmatch(name))}
+    pattern = re.compile(rf"(?P<prefix>(?:.+\.)?)layers\.0\.{re.escape(first)}\.weight", re.DOTALL)
+    found = {match["prefix"] for name in names if (match := pattern.fullmatch(name))}
     if _PREFIX in found or len(found) != 1:
         return dict(zip(names, names, strict=True))
     (prefix,) = found

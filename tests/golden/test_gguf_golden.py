@@ -85,6 +85,32 @@ CASES = {
         options={"max_model_len": 256},
     ),
     "granite": Case("granite"),
+    "apertus": Case(
+        "apertus",
+        shape=rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+        ),
+    ),
+    "cohere2": Case("cohere2"),
+    "ernie4_5": Case("ernie4_5", shape=HEADS),
+    "exaone4": Case("exaone4", shape=HEADS),
+    "glm4": Case("glm4", mixed, HEADS),
+    "hunyuan": Case("hunyuan_v1_dense", shape=HEADS),
+    "ministral3": Case("ministral3", mixed, HEADS),
+    "nemotron": Case("nemotron", shape=rope("default", partial_rotary_factor=0.5)),
+    "starcoder2": Case("starcoder2"),
+    "olmo2": Case("olmo2"),
+    "olmo3": Case(
+        "olmo3",
+        shape={
+            "rope_parameters": {
+                "full_attention": rope("yarn", factor=4.0, original_max_position_embeddings=64)["rope_parameters"],
+                "sliding_attention": rope("default")["rope_parameters"],
+            }
+        },
+    ),
+    "seed_oss": Case("seed_oss", shape=HEADS),
+    "smollm3": Case("smollm3", shape={"no_rope_layers": [1, 1, 1, 0]}),
     "llama, low bits": Case("llama", low_bits, WIDE),
 }
 """Most in 8 bits: each type's kernels are compiled anew in each process."""

@@ -6,20 +6,19 @@ Texts are several times as long as the windows, and longer than the original len
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cadenza import AsyncClient, SamplingParams
 from tests.checkpoints import FAMILIES, edit_config, make_checkpoint
-from tests.executor_svc.driver import Model, Tokens
+from tests.executor_svc.driver import Model
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import (
     check_bfloat16,
+    check_bits_of_chunks,
     compare,
     our_greedy,
     random_prompts,
@@ -155,20 +154,7 @@ def test_bfloat16_is_close(folders: dict[str, Path], name: str) -> None:
 )
 def test_bits_do_not_depend_on_chunks(folders: dict[str, Path], name: str, dtype: str) -> None:
     """A prompt of 70 and 40 tokens after it: at once, as after a preemption; in random chunks; and one by one."""
-    model = Model(folders[name], dtype=dtype, **CASES[name].options)
-    (text,) = random_prompts(131, (110,))
-    (whole,) = model.driver(block_size=32).step([(Tokens(text, num_prompt=70), 110)])
-    rng = random.Random(3)
-    for steps in (iter(lambda: rng.randint(1, 30), None), iter([33, 36, 1] + [1] * 40)):
-        sequence, driver = Tokens(text, num_prompt=70), model.driver(block_size=8)
-        beside = Tokens(list(reversed(text)), num_prompt=110)
-        rows = []
-        while sequence.num_computed < 110:
-            work = [(sequence, min(next(steps), 110 - sequence.num_computed))]
-            if beside.num_computed < 110:
-                work.append((beside, 2))
-            rows.append(driver.step(work)[0])
-        assert torch.equal(torch.cat(rows).view(torch.int32), whole.view(torch.int32))
+    check_bits_of_chunks(Model(folders[name], dtype=dtype, **CASES[name].options))
 
 
 MATTERS: list[tuple[str, str, Any]] = [
@@ -181,6 +167,13 @@ MATTERS: list[tuple[str, str, Any]] = [
     ("gemma3_text", "sliding_window", 60),
     ("gemma3_text", "query_pre_attn_scalar", 20),
     ("phi3", "sliding_window", None),
+    ("smollm3", "no_rope_layers", [1, 1, 1, 1]),
+    ("cohere2", "sliding_window", 60),
+    ("cohere2", "logit_scale", 1.0),
+    ("cohere2", "layer_types", ["full_attention"] * 4),
+    ("exaone4", "sliding_window", None),
+    ("olmo3", "sliding_window", 60),
+    ("granitemoehybrid", "position_embedding_type", None),
     ("granite", "embedding_multiplier", 1.0),
     ("granite", "attention_multiplier", 0.5),
     ("granite", "residual_multiplier", 1.0),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import FAMILIES, edit_config, make_checkpoint
+from tests.checkpoints import FAMILIES, NEWER, edit_config, make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
@@ -18,16 +18,26 @@ CLOSE = 2e-5
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
 """Columns in whole groups."""
 OF_FAMILIES = {"mistral": "gptq with desc_act", "qwen2": "awq", "qwen3": "w4a16 with zero points", "gemma2": "fp8"}
-"""One layout each; the families that are not named: w4a16."""
-CASES = [*(("llama", layout) for layout in LAYOUTS)] + [
-    (family, OF_FAMILIES.get(family, "w4a16")) for family in FAMILIES if family != "llama"
+NEWER_FAMILIES = [
+    ("cohere2", "gptq with desc_act"),
+    ("glm4", "w4a16"),
+    ("granitemoehybrid", "w4a16"),
+    ("apertus", "fp8"),
 ]
-SHORT = [(family, layout) for family, layout in CASES if family in ("llama", "qwen2", "gemma2", "phi3")]
+"""Those with layers and names unlike those of all others."""
+"""One layout each; the families that are not named: w4a16."""
+CASES = (
+    [*(("llama", layout) for layout in LAYOUTS)]
+    + [(family, OF_FAMILIES.get(family, "w4a16")) for family in FAMILIES if family != "llama"]
+    + NEWER_FAMILIES
+)
+SHORT = [(family, layout) for family, layout in CASES if family in ("llama", "qwen2", "gemma2", "phi3", "glm4")]
 
 
 def make(folder: Path, family: str, layout: str) -> tuple[Path, Path]:
     """Return a tiny checkpoint in few bits, and the same numbers dense."""
-    shape = SHAPE | ({"head_dim": 16} if "head_dim" in FAMILIES[family] else {})
+    shape = SHAPE | ({"head_dim": 16} if "head_dim" in {**FAMILIES, **NEWER}[family] else {})
+    shape |= {"shared_intermediate_size": 96, "mamba_d_head": 16} if family == "granitemoehybrid" else {}
     made = make_checkpoint(folder / "made", family, **shape)
     quantize_checkpoint(made, layout, folder / "quantized", folder / "dense")
     return folder / "quantized", folder / "dense"

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
-from executor_svc.cpu.kernels.codegen.functions import exp, tanh
+from executor_svc.cpu.kernels.codegen.functions import exp, tanh, where
 from executor_svc.cpu.kernels.norm import each_piece
-
-Activation = Literal["silu", "gelu_tanh"]
+from executor_svc.device.kernels import GatedActivation, PlainActivation
 
 ROWS_AT_ONCE = 2
 _GELU_SCALE = 2 * math.sqrt(2 / math.pi)
 _GELU_CUBE = 0.044715
 
 
-def gated(code: Code, activation: Activation, dtype: Dtype, width: int) -> str:
+def gated(code: Code, activation: GatedActivation, dtype: Dtype, width: int) -> str:
     """Add the kernel y = activation(gate) * up; returns its name.
 
     Items: one for each ROWS_AT_ONCE rows. Arguments: rows, gate_up [rows, 2 * width], y [rows, width].
@@ -39,6 +38,31 @@ def gated(code: Code, activation: Activation, dtype: Dtype, width: int) -> str:
         emit.loop(first, (first + ROWS_AT_ONCE).least(rows), 1, row)
 
     return code.kernel(f"{activation}_{dtype}_{width}", 3, body)
+
+
+def plain(code: Code, activation: PlainActivation, dtype: Dtype, width: int) -> str:
+    """Add the kernel y = activation(x); returns its name.
+
+    Items: one for each ROWS_AT_ONCE rows. Arguments: rows, x and y [rows, width], scalars [4] float32 of xielu.
+    """
+    size = ITEM_BYTES[dtype]
+
+    def body(emit: Emitter, item: Int, _: Int, rows: Int, x: Int, y: Int, scalars: Int) -> None:
+        activate = {"gelu_tanh": _gelu_tanh, "relu2": _relu2}.get(activation) or _xielu(emit, scalars)
+
+        def row(index: Int, _: list[Vec]) -> None:
+            start, into = x + index * (width * size), y + index * (width * size)
+
+            def piece(offset: Int, count: int) -> None:
+                value = activate(emit.load(start + offset * size, dtype, count))
+                emit.store(value, into + offset * size, dtype, count)
+
+            each_piece(emit, width, piece)
+
+        first = item * ROWS_AT_ONCE
+        emit.loop(first, (first + ROWS_AT_ONCE).least(rows), 1, row)
+
+    return code.kernel(f"plain_{activation}_{dtype}_{width}", 4, body)
 
 
 def finish_logits(code: Code, dtype: Dtype, vocab_size: int, divisor: float, cap: float | None) -> str:
@@ -65,6 +89,32 @@ def finish_logits(code: Code, dtype: Dtype, vocab_size: int, divisor: float, cap
 
 def _silu(gate: Vec) -> Vec:
     return gate / (exp(gate * -1.0) + 1.0)
+
+
+def _relu2(x: Vec) -> Vec:
+    positive = _positive(x, x)
+    return positive * positive
+
+
+def _xielu(emit: Emitter, scalars: Int) -> Callable[[Vec], Vec]:
+    """Return xIELU with its alpha_p, alpha_n, beta and eps, as `device.reference.xielu` defines it.
+
+    expm1(x) is 2 tanh(x / 2) / (1 - tanh(x / 2)), which does not cancel near 0.
+    """
+    alpha_p, alpha_n, beta, eps = (emit.load_all(scalars + 4 * index, "float32") for index in range(4))
+
+    def activate(x: Vec) -> Vec:
+        least = where(emit, emit.builder.fcmp_ordered("<", x.value, eps.value), x, eps)
+        half = tanh(least * 0.5)
+        below = (half * 2.0 / (emit.vec(1.0) - half) - x) * alpha_n
+        return _positive(x, x * x * alpha_p, below) + x * beta
+
+    return activate
+
+
+def _positive(x: Vec, chosen: Vec, other: Vec | float = 0.0) -> Vec:
+    """Return `chosen` where x is above 0, else `other`; NaN chooses it too, so that it stays NaN."""
+    return where(x.emit, x.emit.builder.fcmp_unordered(">", x.value, x.emit.vec(0.0).value), chosen, x.emit.vec(other))
 
 
 def _gelu_tanh(gate: Vec) -> Vec:

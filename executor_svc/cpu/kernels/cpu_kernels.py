@@ -30,7 +30,15 @@ from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host, PackedWeig
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.adapters import AdapterPlaces, AdapterRows, EmbeddingPlaces
-from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
+from executor_svc.device.kernels import (
+    AttentionPlan,
+    AttentionShape,
+    GatedActivation,
+    HeadNorms,
+    KVScales,
+    PlainActivation,
+    Rope,
+)
 
 _HEAD_MULTIPLE = 16
 
@@ -148,19 +156,30 @@ class CpuKernels:
         return target
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = self._new("normed", tuple(x.shape), x.dtype)
-        kernel = norm.rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps)
-        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, y, weight)), x.shape[0])
-        return y
+        return self._norm(norm.rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps), [x], [weight])
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        y = self._new("normed", tuple(x.shape), x.dtype)
         kernel = norm.add_rms_norm(self._code, _dtype(x), _dtype(weight), x.shape[1], eps, scale)
-        arguments = _addresses(x, residual, y, weight)
+        return self._norm(kernel, [x, residual], [weight]), residual
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return self._norm(norm.layer_norm(self._code, _dtype(x), x.shape[1], eps), [x], [weight, bias])
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        kernel = norm.add_layer_norm(self._code, _dtype(x), x.shape[1], eps, scale)
+        return self._norm(kernel, [x, residual], [weight, bias]), residual
+
+    def _norm(self, kernel: str, rows_of_x: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """Launch a norm of rows, those of the first tensor or of the sum of both."""
+        x = rows_of_x[0]
+        y = self._new("normed", tuple(x.shape), x.dtype)
+        arguments = _addresses(*rows_of_x, y, *weights)
         self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
-        return y, residual
+        return y
 
     def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
         kernel = norm.add(self._code, _dtype(x), x.shape[1], scale)
@@ -171,7 +190,8 @@ class CpuKernels:
         """Normalize the heads of qkv [T, (H + 2 KVH) * DP] in place; values stay."""
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         sizes = (shape.head_size, shape.padded_head_size)
-        kernel = norm.norm_heads(self._code, _dtype(qkv), _dtype(norms.q), heads, *sizes, norms.eps)
+        build = norm.norm_all_heads if norms.kind == "all heads" else norm.norm_heads
+        kernel = build(self._code, _dtype(qkv), _dtype(norms.q), heads, *sizes, norms.eps)
         arguments = _addresses(qkv, norms.q, norms.k)
         self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
         return qkv
@@ -188,10 +208,16 @@ class CpuKernels:
     ) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
         assert scales is None, "there is no cache in fp8 here"
-        if norms is not None:
+        after = norms if norms is not None and norms.kind == "heads after rope" else None
+        if norms is not None and after is None:
             qkv = self.norm_heads(qkv, norms, shape)
-        kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rope.cos.shape[1], kv_layer.shape[3])
-        arguments = (*_addresses(qkv, *rope), plan.slots.ctypes.data, kv_layer.data_ptr())
+        rotation = rotary.Rotation(rope.cos.shape[1], _dtype(rope.cos), rope.query_scales is not None)
+        if after is not None:
+            rotation = replace(rotation, norm_dtype=_dtype(after.q), norm_eps=after.eps)
+        kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rotation, kv_layer.shape[3])
+        arguments = (*_addresses(qkv, rope.cos, rope.sin, rope.rows), plan.slots.ctypes.data, kv_layer.data_ptr())
+        arguments += (0,) if rope.query_scales is None else _addresses(rope.query_scales)
+        arguments += (0, 0) if after is None else _addresses(after.q, after.k)
         self._launch(KernelLaunch(kernel, "rows", rotary.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, : shape.num_heads]
 
@@ -214,7 +240,14 @@ class CpuKernels:
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         return self._gated("gelu_tanh", gate_up)
 
-    def _gated(self, name: activation.Activation, gate_up: Tensor) -> Tensor:
+    def activate(self, x: Tensor, name: PlainActivation, scalars: Tensor | None = None) -> Tensor:
+        y = self._new("activated", tuple(x.shape), x.dtype)
+        kernel = activation.plain(self._code, name, _dtype(x), x.shape[1])
+        arguments = (*_addresses(x, y), 0 if scalars is None else scalars.data_ptr())
+        self._launch(KernelLaunch(kernel, "rows", activation.ROWS_AT_ONCE, 1, arguments), x.shape[0])
+        return y
+
+    def _gated(self, name: GatedActivation, gate_up: Tensor) -> Tensor:
         width = gate_up.shape[1] // 2
         y = self._new("activated", (gate_up.shape[0], width), gate_up.dtype)
         kernel = activation.gated(self._code, name, _dtype(gate_up), width)

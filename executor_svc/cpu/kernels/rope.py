@@ -6,20 +6,42 @@ keys at once, and sums 16 columns of values at once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
+from executor_svc.cpu.kernels.norm import each_piece, normalize
 from executor_svc.device.kernels import AttentionShape
 
 ROWS_AT_ONCE = 8
 """Rows of an item. Consecutive tokens have keys in the same cache lines; two threads would contend for them."""
 
 
-def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotated: int, block_size: int) -> str:
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How heads are rotated, and what is done to them then."""
+
+    size: int
+    """Columns of a head that are rotated."""
+    angle_dtype: Dtype
+    """Of cos and sin; wider than that of heads: the sum of the products is rounded, not the products."""
+    queries_scaled: bool = False
+    norm_dtype: Dtype | None = None
+    """Of the weights of norms of heads after the rotation; None: there are none."""
+    norm_eps: float = 0.0
+
+    def name(self, shape: AttentionShape) -> str:
+        """Return what tells kernels of this rotation from others."""
+        norms = "" if self.norm_dtype is None else f"_{self.norm_dtype}_{self.norm_eps}_{shape.head_size}"
+        return f"{self.size}_{self.angle_dtype}{'_scaled' if self.queries_scaled else ''}{norms}"
+
+
+def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rotation, block_size: int) -> str:
     """Add the kernel that rotates q and k of qkv in place and writes k and v to the cache; returns its name.
 
     Items: one per ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, (H + 2 KVH) * DP], cos and sin [any, rotated] with
-    the first half of sin negated, angle_rows [rows] int64 (of cos and sin), slots [rows] int64, kv_layer. Rounds after
-    each product, as transformers does.
+    the first half of sin negated, angle_rows [rows] int64 (of cos and sin), slots [rows] int64, kv_layer, and where the
+    rotation says so: query_scales [any], q_weight and k_weight [D]. Rounds where transformers does.
     """
     size, width = ITEM_BYTES[dtype], shape.padded_head_size
     num_q, num_kv = shape.num_heads, shape.num_kv_heads
@@ -36,15 +58,25 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotated: int,
         angle_rows: Int,
         slots: Int,
         kv_layer: Int,
+        query_scales: Int,
+        q_weight: Int,
+        k_weight: Int,
     ) -> None:
         def row(index: Int, _: list[Vec]) -> None:
             start = qkv + index * ((num_q + 2 * num_kv) * head_bytes)
-            angles = emit.load_int(angle_rows + index * 8) * (rotated * size)
+            angle_row = emit.load_int(angle_rows + index * 8)
+            angles = angle_row * (rotation.size * ITEM_BYTES[rotation.angle_dtype])
 
             def rotate(head: Int, _: list[Vec]) -> None:
-                _rotate(emit, start + head * head_bytes, cos + angles, sin + angles, rotated, dtype)
+                _rotate(emit, start + head * head_bytes, cos + angles, sin + angles, rotation, dtype)
 
-            emit.loop(0, num_q + num_kv, 1, rotate)
+            if rotation.size:
+                emit.loop(0, num_q + num_kv, 1, rotate)
+            if rotation.norm_dtype is not None:
+                for first, count, weight in ((0, num_q, q_weight), (num_q, num_kv, k_weight)):
+                    _normalize(emit, start + first * head_bytes, count, weight, shape, rotation, dtype)
+            if rotation.queries_scaled:
+                _multiply(emit, start, num_q * width, query_scales + angle_row * size, dtype)
             slot = emit.load_int(slots + index * 8)
             block, offset = slot // block_size, slot % block_size
             keys = kv_layer + block * (2 * num_kv * block_size * head_bytes) + offset * size
@@ -63,16 +95,43 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotated: int,
         first = item * ROWS_AT_ONCE
         emit.loop(first, rows.least(first + ROWS_AT_ONCE), 1, row)
 
-    return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotated}_{block_size}", 7, body)
+    return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotation.name(shape)}_{block_size}", 10, body)
 
 
-def _rotate(emit: Emitter, head: Int, cos: Int, sin: Int, rotated: int, dtype: Dtype) -> None:
-    """Emit x * cos + (halves of x swapped) * sin for the first `rotated` columns of a head."""
-    size, half = ITEM_BYTES[dtype], rotated // 2
+def _multiply(emit: Emitter, x: Int, length: int, factor: Int, dtype: Dtype) -> None:
+    """Emit the product of x [length] with the number at `factor`, in place."""
+    number, size = emit.load_all(factor, dtype), ITEM_BYTES[dtype]
+
+    def piece(place: Int, count: int) -> None:
+        emit.store(emit.load(x + place * size, dtype, count) * number, x + place * size, dtype, count)
+
+    each_piece(emit, length, piece)
+
+
+def _normalize(
+    emit: Emitter, first: Int, count: int, weight: Int, shape: AttentionShape, rotation: Rotation, dtype: Dtype
+) -> None:
+    """Emit the norms of `count` heads, from the one at `first` on."""
+    head_bytes, weight_dtype = shape.padded_head_size * ITEM_BYTES[dtype], rotation.norm_dtype
+    assert weight_dtype is not None
+
+    def head(index: Int, _: list[Vec]) -> None:
+        at = first + index * head_bytes
+        normalize(emit, at, at, weight, dtype, weight_dtype, shape.head_size, rotation.norm_eps)
+
+    emit.loop(0, count, 1, head)
+
+
+def _rotate(emit: Emitter, head: Int, cos: Int, sin: Int, rotation: Rotation, dtype: Dtype) -> None:
+    """Emit x * cos + (halves of x swapped) * sin for the first columns of a head."""
+    size, half, angle_dtype = ITEM_BYTES[dtype], rotation.size // 2, rotation.angle_dtype
+    angle_size = ITEM_BYTES[angle_dtype]
     for place, count in pieces(half):
         low, high = place * size, (half + place) * size
         x_low, x_high = emit.load(head + low, dtype, count), emit.load(head + high, dtype, count)
-        for at, x, other in ((low, x_low, x_high), (high, x_high, x_low)):
-            straight = (x * emit.load(cos + at, dtype, count)).rounded(dtype)
-            crossed = (other * emit.load(sin + at, dtype, count)).rounded(dtype)
+        for column, at, x, other in ((place, low, x_low, x_high), (half + place, high, x_high, x_low)):
+            straight = x * emit.load(cos + column * angle_size, angle_dtype, count)
+            crossed = other * emit.load(sin + column * angle_size, angle_dtype, count)
+            if angle_dtype == dtype:
+                straight, crossed = straight.rounded(dtype), crossed.rounded(dtype)
             emit.store(straight + crossed, head + at, dtype, count)

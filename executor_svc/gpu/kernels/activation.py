@@ -1,14 +1,15 @@
-"""Gated activations, and scaling and softcap of logits. Rounded where transformers rounds."""
+"""Activations, gated or not, and scaling and softcap of logits. Rounded where transformers rounds."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from executor_svc.device.kernels import PlainActivation
 from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows, chunk_size, chunks, options, variant
 from executor_svc.gpu.kernels.variant import Variant
 
@@ -73,6 +74,34 @@ def _gated(gate_up, out, WIDTH: tl.constexpr, GELU: tl.constexpr, CHUNK: tl.cons
 
 
 @triton.jit
+def _xielu(x, scalars):
+    """xIELU, as `device.reference.xielu` defines it.
+
+    expm1(x) is 2 tanh(x / 2) / (1 - tanh(x / 2)), which does not cancel near 0.
+    """
+    half = _tanh(tl.minimum(x, tl.load(scalars + 3)) * 0.5)
+    below = (tl.div_rn(half * 2.0, 1.0 - half) - x) * tl.load(scalars + 1)
+    return tl.where(x > 0.0, x * x * tl.load(scalars), below) + x * tl.load(scalars + 2)
+
+
+@triton.jit
+def _plain(x, out, scalars, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, CHUNK: tl.constexpr):
+    parts: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    program = tl.program_id(0)
+    columns = program % parts * CHUNK + tl.arange(0, CHUNK)
+    at = (program // parts).to(tl.int64) * WIDTH + columns
+    value = tl.load(x + at, columns < WIDTH, other=0.0)
+    wide = value.to(tl.float32)
+    if ACTIVATION == "gelu_tanh":
+        wide = _gelu_tanh(wide)
+    elif ACTIVATION == "relu2":
+        wide = tl.where(wide < 0.0, 0.0, wide * wide)
+    else:
+        wide = _xielu(wide, scalars)
+    tl.store(out + at, wide.to(value.dtype), columns < WIDTH)
+
+
+@triton.jit
 def _finish_logits(
     logits,
     divisor,
@@ -105,6 +134,26 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
 def gelu_tanh_mul(gate_up: Tensor, out: Tensor) -> None:
     """Write gelu(gate) * up, with the tanh form of gelu, of gate_up [T, 2 * intermediate] to out [T, intermediate]."""
     _launch_gated(gate_up, out, gelu=True)
+
+
+def activate(x: Tensor, name: PlainActivation, scalars: Tensor | None, out: Tensor) -> None:
+    """Write the activation of x [T, intermediate] to out, rounded once; scalars: of xielu, [4] fp32."""
+    check("x", x, tuple(x.shape), *DTYPES)
+    check("out", out, tuple(x.shape), x.dtype)
+    if scalars is not None:
+        check("scalars", scalars, (4,), torch.float32)
+    elif name == "xielu":
+        raise ValueError("scalars are needed for xielu")
+    rows, width = x.shape
+    if rows and width:
+        constants = plain_constants(width, name)
+        grid = (rows * chunks(width, constants["CHUNK"]),)
+        _plain[grid](x, out, x if scalars is None else scalars, **constants, **options(constants["CHUNK"]))
+
+
+def plain_constants(width: int, name: PlainActivation) -> dict[str, Any]:
+    """Return the constants of the activations without gate for `width` columns."""
+    return {"WIDTH": width, "ACTIVATION": name, "CHUNK": chunk_size(width)}
 
 
 def _launch_gated(gate_up: Tensor, out: Tensor, gelu: bool) -> None:
@@ -158,6 +207,11 @@ def variants() -> list[Variant]:
                 quick = (width, name, gelu) == (14336, "bf16", False)
                 constants = gated_constants(width, gelu)
                 found.append(variant(title, _gated, arguments, constants, options(constants["CHUNK"]), quick))
+            for activation in get_args(PlainActivation):
+                scalars = "fp32" if activation == "xielu" else name
+                arguments = {"x": f"*{name}", "out": f"*{name}", "scalars": f"*{scalars}"}
+                constants, title = plain_constants(width, activation), f"{activation} intermediate{width} {name}"
+                found.append(variant(title, _plain, arguments, constants, options(constants["CHUNK"])))
         for vocab in VOCAB_SIZES:
             for divided, capped in ((True, False), (False, True), (True, True)):
                 steps = f"{' divided' if divided else ''}{' capped' if capped else ''}"

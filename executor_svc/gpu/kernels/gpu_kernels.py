@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.adapters import AdapterPlaces, AdapterRows, EmbeddingPlaces
-from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, Rope
+from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, PlainActivation, Rope
 from executor_svc.errors import StartError
 from executor_svc.gpu.kernels import activation, norm, rows
 from executor_svc.gpu.kernels.attention.config import HEAD_SIZES
@@ -130,6 +130,17 @@ class GpuKernels:
         y = self.new("normed", tuple(x.shape), x.dtype)
         return self.run(y, lambda n: norm.add_rms_norm(x[:n], residual[:n], weight, eps, scale, y[:n])), residual
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        y = self.new("normed", tuple(x.shape), x.dtype)
+        return self.run(y, lambda n: norm.layer_norm(x[:n], weight, bias, eps, y[:n]))
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        y = self.new("normed", tuple(x.shape), x.dtype)
+        self.run(y, lambda n: norm.add_layer_norm(x[:n], residual[:n], weight, bias, eps, scale, y[:n]))
+        return y, residual
+
     def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
         return self.run(residual, lambda n: norm.add(x[:n], residual[:n], scale))
 
@@ -146,9 +157,23 @@ class GpuKernels:
         assert isinstance(plan, GpuAttentionPlan)
         heads, used = shape.num_heads, plan.scales(kv_layer, scales)
 
+        if norms is not None and norms.kind == "all heads":
+            sizes, all_heads = (heads, shape.num_kv_heads, shape.head_size), norms
+            self.run(qkv, lambda n: norm.norm_all_heads(qkv[:n], all_heads, *sizes))
+            norms = None
+
         def run(n: int) -> None:
             rope_write_kv(
-                qkv[:n], rope.cos, rope.sin, rope.rows[:n], kv_layer, plan.slot_mapping[:n], heads, norms, used
+                qkv[:n],
+                rope.cos,
+                rope.sin,
+                rope.rows[:n],
+                kv_layer,
+                plan.slot_mapping[:n],
+                heads,
+                norms,
+                used,
+                query_scales=rope.query_scales,
             )
 
         self.run(qkv, run)
@@ -168,6 +193,10 @@ class GpuKernels:
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         y = self.new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
         return self.run(y, lambda n: activation.gelu_tanh_mul(gate_up[:n], y[:n]))
+
+    def activate(self, x: Tensor, name: PlainActivation, scalars: Tensor | None = None) -> Tensor:
+        y = self.new("activated", tuple(x.shape), x.dtype)
+        return self.run(y, lambda n: activation.activate(x[:n], name, scalars, y[:n]))
 
     def linear(self, x: Tensor, linear: LinearInto, out_dtype: torch.dtype) -> Tensor:
         """Return linear(x) as out_dtype."""

@@ -1,4 +1,4 @@
-"""RMS norms of rows, optionally after a residual sum. Rounded where transformers rounds."""
+"""Norms of rows, optionally after a residual sum, and of all heads together. Rounded where transformers rounds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from executor_svc.device.kernels import HeadNorms
 from executor_svc.gpu.kernels.rows import DTYPES, HIDDEN_SIZES, check, options, variant
 from executor_svc.gpu.kernels.variant import Variant
 
@@ -91,6 +92,72 @@ def _add_rms_norm(
     tl.store(out + offsets, weighted(wide, root_mean_square(wide, eps, WIDTH), factors, total.dtype), mask)
 
 
+@triton.jit
+def _centred(x, weight, bias, mask, eps, WIDTH: tl.constexpr):
+    """Return (x - mean) / standard deviation * weight + bias of x [rows, columns] fp32, without masked columns."""
+    centred = tl.where(mask, x - tl.div_rn(tl.sum(x, 1), WIDTH * 1.0)[:, None], 0.0)
+    normed = centred * tl.div_rn(1.0, root_mean_square(centred, eps, WIDTH))[:, None]
+    return normed * weight[None, :] + bias[None, :]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _layer_norm(x, weight, bias, out, rows, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    offsets, mask, columns = _tile(rows, WIDTH, ROWS, BLOCK)
+    values = tl.load(x + offsets, mask, other=0.0)
+    factors = tl.load(weight + columns, columns < WIDTH, other=0.0)
+    addends = tl.load(bias + columns, columns < WIDTH, other=0.0)
+    normed = _centred(values.to(tl.float32), factors, addends, mask, eps, WIDTH)
+    tl.store(out + offsets, normed.to(values.dtype), mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_layer_norm(
+    x,
+    residual,
+    weight,
+    bias,
+    out,
+    rows,
+    eps,
+    scale,
+    SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets, mask, columns = _tile(rows, WIDTH, ROWS, BLOCK)
+    added = tl.load(x + offsets, mask, other=0.0)
+    kept = tl.load(residual + offsets, mask, other=0.0)
+    factors = tl.load(weight + columns, columns < WIDTH, other=0.0)
+    addends = tl.load(bias + columns, columns < WIDTH, other=0.0)
+    total = _sum(added, kept, scale, SCALED)
+    tl.store(residual + offsets, total, mask)
+    normed = _centred(total.to(tl.float32), factors, addends, mask, eps, WIDTH)
+    tl.store(out + offsets, normed.to(total.dtype), mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_part(
+    x,
+    weight,
+    rows,
+    eps,
+    COUNT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (columns < WIDTH)[None, :]
+    offsets = row.to(tl.int64)[:, None] * STRIDE + columns[None, :]
+    values = tl.load(x + offsets, mask, other=0.0)
+    factors = tl.load(weight + columns, columns < WIDTH, other=0.0)
+    wide = values.to(tl.float32)
+    tl.store(x + offsets, weighted(wide, root_mean_square(wide, eps, COUNT), factors, values.dtype), mask)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _add(x, residual, rows, scale, SCALED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     offsets, mask, _ = _tile(rows, WIDTH, ROWS, BLOCK)
@@ -125,6 +192,66 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale:
         _add_rms_norm[grid](
             x, residual, weight, out, rows, float(eps), float(scale), SCALED=scale != 1.0, **constants, **launched
         )
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor) -> None:
+    """Write (x - mean) / standard deviation * weight + bias, for x [T, hidden], to out, which may be x; rounded once.
+
+    weight, bias: [hidden] fp32. Raises ValueError for a hidden size above LARGEST_HIDDEN.
+    """
+    rows, hidden = _checked(x)
+    check("out", out, (rows, hidden), x.dtype)
+    check("weight", weight, (hidden,), torch.float32)
+    check("bias", bias, (hidden,), torch.float32)
+    if rows:
+        constants = tile_constants(hidden)
+        grid, launched = _grid(rows, constants), tile_options(constants)
+        _layer_norm[grid](x, weight, bias, out, rows, float(eps), **constants, **launched)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, scale: float, out: Tensor
+) -> None:
+    """Update residual to x * scale + residual, all [T, hidden], and write its layer_norm to out, which may be x."""
+    rows, hidden = _checked(x)
+    check("residual", residual, (rows, hidden), x.dtype)
+    check("out", out, (rows, hidden), x.dtype)
+    check("weight", weight, (hidden,), torch.float32)
+    check("bias", bias, (hidden,), torch.float32)
+    if rows:
+        constants = tile_constants(hidden)
+        grid, launched = _grid(rows, constants), tile_options(constants)
+        _add_layer_norm[grid](
+            x, residual, weight, bias, out, rows, float(eps), float(scale), SCALED=scale != 1.0, **constants, **launched
+        )
+
+
+def norm_all_heads(qkv: Tensor, norms: HeadNorms, num_heads: int, num_kv_heads: int, head_size: int) -> None:
+    """Normalize all query heads of qkv [T, (H + 2 KVH) * DP] together, and all key heads, in place.
+
+    head_size: D, of the numbers that count in a head; the others, and the weights for them, are zeros.
+    """
+    rows, stride = qkv.shape
+    padded = stride // (num_heads + 2 * num_kv_heads)
+    check("qkv", qkv, (rows, (num_heads + 2 * num_kv_heads) * padded), *DTYPES)
+    first = 0
+    for name, count, weight in (("norms.q", num_heads, norms.q), ("norms.k", num_kv_heads, norms.k)):
+        width = count * padded
+        if width > LARGEST_HIDDEN:
+            raise ValueError(
+                f"{name}: {width} numbers of a row are normalized together, at most {LARGEST_HIDDEN} can be"
+            )
+        check(name, weight, (width,), qkv.dtype, torch.float32)
+        if rows:
+            constants = part_constants(width, count * head_size, stride)
+            grid, launched = _grid(rows, constants), tile_options(constants)
+            _norm_part[grid](qkv[:, first:], weight, rows, float(norms.eps), **constants, **launched)
+        first += width
+
+
+def part_constants(width: int, count: int, stride: int) -> dict[str, int]:
+    """Return the constants of the kernel for parts of rows: `count` numbers that are not padding, of rows `stride`."""
+    return {"COUNT": count, "STRIDE": stride} | tile_constants(width)
 
 
 def add(x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
@@ -174,10 +301,24 @@ def variants() -> list[Variant]:
                     quick = (hidden, dtype, weight, scaled) == (4096, "bf16", "bf16", False)
                     arguments = norm | {"residual": f"*{dtype}", "scale": "fp32"}
                     found.append(_variant(f"add_rms_norm {name}", _add_rms_norm, arguments, hidden, scaled, quick))
+            found += _layer_norm_variants(hidden, dtype)
             for scaled in (False, True):
                 arguments = {"x": f"*{dtype}", "residual": f"*{dtype}", "rows": "i32", "scale": "fp32"}
                 found.append(_variant(f"add hidden{hidden} {dtype}", _add, arguments, hidden, scaled))
     return found
+
+
+def _layer_norm_variants(hidden: int, dtype: str) -> list[Variant]:
+    vectors = {"weight": "*fp32", "bias": "*fp32"}
+    norm = {"x": f"*{dtype}"} | vectors | {"out": f"*{dtype}", "rows": "i32", "eps": "fp32"}
+    after_sum = {"x": f"*{dtype}", "residual": f"*{dtype}"} | vectors
+    after_sum |= {"out": f"*{dtype}", "rows": "i32", "eps": "fp32", "scale": "fp32"}
+    part = {"x": f"*{dtype}", "weight": "*fp32", "rows": "i32", "eps": "fp32"}
+    constants = part_constants(hidden, hidden, 3 * hidden)
+    heads = variant(f"norm_part hidden{hidden} {dtype}", _norm_part, part, constants, tile_options(constants))
+    name = f"hidden{hidden} {dtype}"
+    first = _variant(f"layer_norm {name}", _layer_norm, norm, hidden)
+    return [first, _variant(f"add_layer_norm {name}", _add_layer_norm, after_sum, hidden, False), heads]
 
 
 def _variant(

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import HeadNorms, KVScales
 from executor_svc.gpu.kernels.norm import weighted
-from executor_svc.gpu.kernels.rows import DTYPES, check, options, variant
-from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
+from executor_svc.gpu.kernels.rows import DTYPES, check, options
 
 BLOCK_SIZES = range(8, 65)
 """Tokens in a block of the cache."""
@@ -26,7 +25,6 @@ FP8_LARGEST = tl.constexpr(448.0)
 _HEAD_MULTIPLE = 8
 _MAX_ELEMENTS = 2048
 _MAX_WARPS = 4
-_FP8_ARCHS = (90,)
 
 
 @triton.jit
@@ -47,6 +45,29 @@ def _store(value, scale, heads, rows, columns, into, STRIDE: tl.constexpr, WIDTH
 
 
 @triton.jit
+def _normalized(
+    low, high, rest, weight, eps, R: tl.constexpr, NORMED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
+):
+    """Return the norms of heads: of both halves of R / 2 columns each, and of the rest, if REST is not 0."""
+    half = tl.arange(0, HALF)
+    width: tl.constexpr = R // 2
+    dtype: tl.constexpr = low.dtype
+    low_weight = tl.load(weight + half, half < width, other=0.0)
+    high_weight = tl.load(weight + width + half, half < width, other=0.0)
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    squares = tl.sum(wide_low * wide_low + wide_high * wide_high, 1)
+    if REST > 0:
+        last = tl.arange(0, REST)
+        rest_weight = tl.load(weight + R + last, last < NORMED - R, other=0.0)
+        wide_rest = rest.to(tl.float32)
+        squares += tl.sum(wide_rest * wide_rest, 1)
+    root = tl.sqrt_rn(tl.div_rn(squares, NORMED * 1.0) + eps)
+    if REST > 0:
+        rest = weighted(wide_rest, root, rest_weight, dtype)
+    return weighted(wide_low, root, low_weight, dtype), weighted(wide_high, root, high_weight, dtype), rest
+
+
+@triton.jit
 def _rotate_heads(
     source,
     into,
@@ -58,56 +79,61 @@ def _rotate_heads(
     weight,
     eps,
     scale,
+    factor,
     STRIDE: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
     NORMED: tl.constexpr,
+    AFTER: tl.constexpr,
     COPIED: tl.constexpr,
     SCALED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
     """Normalize and rotate heads [rows] of source, and write the heads below `written` to `into`, STRIDE apart.
 
     A head's columns are two halves of R / 2 columns, which are rotated against each other, and an unrotated rest, which
-    is written only if COPIED or NORMED. NORMED: number of normalized columns; the others are then zeros. Data that
-    depends on the token's position is loaded last, as its address is known last.
+    is written only if it is COPIED or changes. NORMED: number of normalized columns; the others are then zeros. AFTER:
+    they are normalized after the rotation. MULTIPLIED: with the number at `factor`, in the end. Data that depends on
+    the token's position is loaded last, as its address is known last.
     """
     half = tl.arange(0, HALF)
     width: tl.constexpr = R // 2
-    has_rest: tl.constexpr = REST > 0 and (NORMED > 0 or COPIED)
+    has_rest: tl.constexpr = REST > 0 and (NORMED > 0 or COPIED or MULTIPLIED)
     low = _load(source, heads, rows, half, D, width)
     high = _load(source + width, heads, rows, half, D, width)
     dtype: tl.constexpr = low.dtype
+    rest = low
     if has_rest:
         last = tl.arange(0, REST)
         rest = _load(source + R, heads, rows, last, D, D - R)
-    if NORMED > 0:
-        low_weight = tl.load(weight + half, half < width, other=0.0)
-        high_weight = tl.load(weight + width + half, half < width, other=0.0)
-        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-        squares = tl.sum(wide_low * wide_low + wide_high * wide_high, 1)
-        if has_rest:
-            rest_weight = tl.load(weight + R + last, last < NORMED - R, other=0.0)
-            wide_rest = rest.to(tl.float32)
-            squares += tl.sum(wide_rest * wide_rest, 1)
-        root = tl.sqrt_rn(tl.div_rn(squares, NORMED * 1.0) + eps)
-        low, high = weighted(wide_low, root, low_weight, dtype), weighted(wide_high, root, high_weight, dtype)
-        if has_rest:
-            rest = weighted(wide_rest, root, rest_weight, dtype)
+    if NORMED > 0 and not AFTER:
+        low, high, rest = _normalized(low, high, rest, weight, eps, R, NORMED, HALF, REST)
     cosine = tl.load(cos + half, half < width, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(sin + width + half, half < width, other=0.0).to(tl.float32)[None, :]
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-    new_low = (wide_low * cosine).to(dtype).to(tl.float32) - (wide_high * sine).to(dtype).to(tl.float32)
-    new_high = (wide_high * cosine).to(dtype).to(tl.float32) + (wide_low * sine).to(dtype).to(tl.float32)
-    _store(new_low.to(dtype), scale, written, rows, half, into, STRIDE, width, SCALED)
-    _store(new_high.to(dtype), scale, written, rows, half, into + width, STRIDE, width, SCALED)
+    if cos.dtype.element_ty == dtype:
+        low = ((wide_low * cosine).to(dtype).to(tl.float32) - (wide_high * sine).to(dtype).to(tl.float32)).to(dtype)
+        high = ((wide_high * cosine).to(dtype).to(tl.float32) + (wide_low * sine).to(dtype).to(tl.float32)).to(dtype)
+    else:
+        low = (wide_low * cosine - wide_high * sine).to(dtype)
+        high = (wide_high * cosine + wide_low * sine).to(dtype)
+    if NORMED > 0 and AFTER:
+        low, high, rest = _normalized(low, high, rest, weight, eps, R, NORMED, HALF, REST)
+    if MULTIPLIED:
+        number = tl.load(factor).to(tl.float32)
+        low, high = (low.to(tl.float32) * number).to(dtype), (high.to(tl.float32) * number).to(dtype)
+        if has_rest:
+            rest = (rest.to(tl.float32) * number).to(dtype)
+    _store(low, scale, written, rows, half, into, STRIDE, width, SCALED)
+    _store(high, scale, written, rows, half, into + width, STRIDE, width, SCALED)
     if has_rest:
         _store(rest, scale, written, rows, last, into + R, STRIDE, D - R, SCALED)
 
 
 @triton.jit
-def _rope_write_kv(
+def rope_write_kv_kernel(
     qkv,
     q_out,
     cos,
@@ -120,6 +146,7 @@ def _rope_write_kv(
     eps,
     k_scale,
     v_scale,
+    query_scales,
     H: tl.constexpr,
     KVH: tl.constexpr,
     D: tl.constexpr,
@@ -129,7 +156,9 @@ def _rope_write_kv(
     IN_PLACE: tl.constexpr,
     BY_POSITION: tl.constexpr,
     NORMED: tl.constexpr,
+    AFTER: tl.constexpr,
     SCALED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -142,15 +171,16 @@ def _rope_write_kv(
     program = tl.program_id(0)
     token, part = (program // parts).to(tl.int64), program % parts
     slot = tl.load(slots + token)
-    angle = token * R
+    position = token
     if BY_POSITION:
-        angle = tl.maximum(tl.load(positions + token), 0) * R
+        position = tl.maximum(tl.load(positions + token), 0)
+    angle = position * R
     source = qkv + token * (heads * D)
     if part < q_parts:
         queries = q_out + token * ((heads if IN_PLACE else H) * D)
         _rotate_heads(
             source, queries, H, H, part * Q_HEADS + tl.arange(0, Q_HEADS), cos + angle, sin + angle, q_weight, eps,
-            k_scale, D, D, R, NORMED, not IN_PLACE, False, HALF, REST,
+            k_scale, query_scales + position, D, D, R, NORMED, AFTER, not IN_PLACE, False, MULTIPLIED, HALF, REST,
         )  # fmt: skip
     else:
         rows, columns = (part - q_parts) * KV_HEADS + tl.arange(0, KV_HEADS), tl.arange(0, WHOLE)
@@ -158,8 +188,8 @@ def _rope_write_kv(
         written = tl.where(slot >= 0, KVH, 0)
         keys = kv_layer + slot // B * BLOCK_STRIDE + slot % B * D
         _rotate_heads(
-            source + H * D, keys, KVH, written, rows, cos + angle, sin + angle, k_weight, eps, k_scale, B * D, D, R,
-            NORMED, True, SCALED, HALF, REST,
+            source + H * D, keys, KVH, written, rows, cos + angle, sin + angle, k_weight, eps, k_scale, query_scales,
+            B * D, D, R, NORMED, AFTER, True, SCALED, False, HALF, REST,
         )  # fmt: skip
         _store(value, v_scale, written, rows, columns, keys + KVH * B * D, B * D, D, SCALED)
 
@@ -175,6 +205,7 @@ def rope_write_kv(
     norms: HeadNorms | None = None,
     scales: KVScales | None = None,
     q_out: Tensor | None = None,
+    query_scales: Tensor | None = None,
 ) -> None:
     """Normalize and rotate q and k; write q to q_out or in place, k and v to the cache.
 
@@ -182,8 +213,8 @@ def rope_write_kv(
 
     Args:
         qkv: [T, (H + 2 KVH) * D]; D is a multiple of 8.
-        cos: [positions, R] cosines of the angles of each position, in the dtype of qkv; R is even and at most D. Only
-            the first R columns of a head are rotated.
+        cos: [positions, R] cosines of the angles of each position, in the dtype of qkv or in fp32, with the meaning
+            described in `device.kernels.Rope`; R is even and at most D. Only the first R columns of a head are rotated.
         sin: [positions, R] sines, the first half negated.
         positions: [T] int64 rows of cos and sin, a negative one counts as 0; None: row t for token t.
         kv_layer: [N, 2, KVH, B, D] in the dtype of qkv, or in fp8 e4m3; blocks may have any stride.
@@ -191,6 +222,7 @@ def rope_write_kv(
         slot_mapping: [T] int64, block * B + offset, the place of a token's key and value; -1: not written.
         scales: required for a cache in fp8, None otherwise. Values above 448 after the division are stored as 448.
         q_out: [T, H, D]; None: queries in qkv are overwritten.
+        query_scales: [positions] in the dtype of qkv, what queries are multiplied with in the end; None: nothing.
     """
     tokens = _check_shapes(qkv, cos, sin, positions, kv_layer, slot_mapping, num_heads, q_out)
     kv_heads, head_size = kv_layer.shape[2], kv_layer.shape[4]
@@ -207,8 +239,12 @@ def rope_write_kv(
         by_position=positions is not None,
         normed=0 if norms is None else norms.q.shape[0],
         scaled=scales is not None,
+        norms_after=norms is not None and norms.kind == "heads after rope",
+        multiplied=query_scales is not None,
     )
-    _rope_write_kv[tokens * programs_per_token(constants),](
+    if query_scales is not None:
+        check("query_scales", query_scales, (cos.shape[0],), qkv.dtype)
+    rope_write_kv_kernel[tokens * programs_per_token(constants),](
         qkv,
         qkv if q_out is None else q_out,
         cos,
@@ -221,8 +257,9 @@ def rope_write_kv(
         0.0 if norms is None else float(norms.eps),
         qkv if scales is None else scales.k,
         qkv if scales is None else scales.v,
+        qkv if query_scales is None else query_scales,
         **constants,
-        **_launch_options(constants),
+        **launch_options(constants),
     )
 
 
@@ -237,6 +274,8 @@ def rope_constants(
     by_position: bool,
     normed: int,
     scaled: bool,
+    norms_after: bool = False,
+    multiplied: bool = False,
 ) -> dict[str, Any]:
     """Return the constants of the kernel; heads: (of queries, of keys); normed: normalized columns of a head, or 0."""
     num_heads, kv_heads = heads
@@ -253,7 +292,9 @@ def rope_constants(
         "IN_PLACE": in_place,
         "BY_POSITION": by_position,
         "NORMED": normed,
+        "AFTER": norms_after,
         "SCALED": scaled,
+        "MULTIPLIED": multiplied,
         "Q_HEADS": min(most, triton.next_power_of_2(num_heads)),
         "KV_HEADS": min(most, triton.next_power_of_2(kv_heads)),
         "HALF": half,
@@ -267,7 +308,8 @@ def programs_per_token(constants: Mapping[str, Any]) -> int:
     return sum(-(-constants[heads] // constants[tile]) for heads, tile in (("H", "Q_HEADS"), ("KVH", "KV_HEADS")))
 
 
-def _launch_options(constants: Mapping[str, Any]) -> dict[str, Any]:
+def launch_options(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the launch options of the kernel with these constants."""
     columns = triton.next_power_of_2(2 * constants["HALF"] + constants["REST"])
     return options(constants["Q_HEADS"] * columns // 2, _MAX_WARPS)
 
@@ -295,8 +337,8 @@ def _check_shapes(
     rotated = cos.shape[-1]
     if rotated % 2 or rotated > head_size:
         raise ValueError(f"cos must have 0 to {head_size} columns, an even number, has {rotated}")
-    check("cos", cos, (tokens if positions is None else cos.shape[0], rotated), qkv.dtype)
-    check("sin", sin, tuple(cos.shape), qkv.dtype)
+    check("cos", cos, (tokens if positions is None else cos.shape[0], rotated), qkv.dtype, torch.float32)
+    check("sin", sin, tuple(cos.shape), cos.dtype)
     if positions is not None:
         check("positions", positions, (tokens,), torch.int64)
     check("slot_mapping", slot_mapping, (tokens,), torch.int64)
@@ -323,61 +365,3 @@ def _check_options(
         raise ValueError(f"kv_layer must be {FP8} where scales are given, is {kv_layer.dtype}")
     check("scales.k", scales.k, (kv_heads,), torch.float32)
     check("scales.v", scales.v, (kv_heads,), torch.float32)
-
-
-_SHAPES = (
-    # heads, KV heads, head size, rotated columns
-    (16, 8, 128, 128),
-    (9, 3, 64, 64),
-    (14, 2, 64, 64),
-    (32, 32, 80, 80),
-    (32, 32, 80, 32),
-    (32, 32, 96, 96),
-    (32, 8, 128, 128),
-    (64, 8, 128, 128),
-    (8, 4, 256, 256),
-)
-_QUICK = (_SHAPES[0], (32, 32, 80, 32))
-_BLOCK_SIZE = 16
-
-
-def variants() -> list[Variant]:
-    """Return the variants compiled ahead of time: all options for the first shapes, usual ones for the others.
-
-    Steps write queries in place.
-    """
-    found = []
-    for shape in _SHAPES:
-        every = shape in _SHAPES[:2]
-        for dtype in DTYPES.values() if every else ("bf16",):
-            for weight in dict.fromkeys((None, dtype, "fp32")) if every else (None, dtype):
-                for cache in (dtype, "fp8e4nv"):
-                    for in_place in (False, True) if every else (True,):
-                        found.append(_variant(shape, dtype, weight, cache, in_place))
-    return found
-
-
-def _variant(shape: tuple[int, int, int, int], dtype: str, weight: str | None, cache: str, in_place: bool) -> Variant:
-    num_heads, kv_heads, head_size, rotated = shape
-    scaled = cache != dtype
-    constants = rope_constants(
-        heads=(num_heads, kv_heads),
-        head_size=head_size,
-        rotated=rotated,
-        block_size=_BLOCK_SIZE,
-        block_stride=2 * kv_heads * _BLOCK_SIZE * head_size,
-        in_place=in_place,
-        by_position=True,
-        normed=0 if weight is None else head_size,
-        scaled=scaled,
-    )
-    signature = dict.fromkeys(("qkv", "q_out", "cos", "sin"), f"*{dtype}")
-    signature |= {"positions": "*i64", "slots": "*i64", "kv_layer": f"*{cache}"}
-    signature |= {"q_weight": f"*{weight or dtype}", "k_weight": f"*{weight or dtype}", "eps": "fp32"}
-    signature |= dict.fromkeys(("k_scale", "v_scale"), "*fp32" if scaled else f"*{dtype}")
-    norms = "" if weight is None else " norms" if weight == dtype else " wide norms"
-    chosen = f"{norms}{' fp8 cache' if scaled else ''}{' in place' if in_place else ''}"
-    quick = shape in _QUICK and (dtype, weight, in_place) == ("bf16", "bf16", True)
-    name = f"rope_write_kv q{num_heads} kv{kv_heads} head{head_size} rotated{rotated} {dtype}{chosen}"
-    archs = _FP8_ARCHS if scaled else ALL_ARCHS
-    return variant(name, _rope_write_kv, signature, constants, _launch_options(constants), quick and not scaled, archs)

@@ -5,25 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from executor_svc.models.spec import HEAD, DecoderSpec, linear_shapes
+from executor_svc.models.spec import HEAD, DecoderSpec, LayerNames, linear_shapes
 
 EMBEDDING = "model.embed_tokens"
 
 LinearName = Literal["attention.qkv", "attention.output", "mlp.gate_up", "mlp.down", "lm_head"]
 """As the argument of `models.base.Builder.prepare_linear`."""
-
-_LINEARS: dict[str, LinearName] = {
-    "q_proj": "attention.qkv",
-    "k_proj": "attention.qkv",
-    "v_proj": "attention.qkv",
-    "qkv_proj": "attention.qkv",
-    "o_proj": "attention.output",
-    "gate_proj": "mlp.gate_up",
-    "up_proj": "mlp.gate_up",
-    "gate_up_proj": "mlp.gate_up",
-    "down_proj": "mlp.down",
-    "lm_head": "lm_head",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +34,19 @@ def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
     shapes = {name.removesuffix(".weight"): shape for name, shape in linear_shapes(spec)}
     shapes.setdefault(HEAD, shapes[EMBEDDING])
     modules: dict[str, Module] = {}
+    linears = _linears(spec.names)
     rows_before: dict[tuple[int | None, LinearName | None], int] = {}
     for name, shape in shapes.items():
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
-        linear = _LINEARS.get(name.rpartition(".")[2])
+        linear = linears.get(name if layer is None else name.split(".", 3)[3])
         first_row = rows_before.get((layer, linear), 0)
         rows_before[layer, linear] = first_row + shape[0]
         modules[name] = Module(name, shape, layer, linear, first_row)
     return modules
+
+
+def _linears(names: LayerNames) -> dict[str, LinearName]:
+    """Return the linear, as Cadenza runs it, of each module of a layer, and of the head."""
+    found: dict[str, LinearName] = dict.fromkeys(names.qkv, "attention.qkv")
+    found |= dict.fromkeys(names.into_mlp, "mlp.gate_up")
+    return found | {names.output: "attention.output", names.down: "mlp.down", HEAD: "lm_head"}

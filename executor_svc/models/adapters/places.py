@@ -20,7 +20,7 @@ from executor_svc.models.adapters.linears import AdaptedEmbedding, AdaptedLinear
 from executor_svc.models.adapters.modules import LinearName, decoder_modules
 from executor_svc.models.adapters.shares import own_adapter, own_columns
 from executor_svc.models.base import Builder
-from executor_svc.models.layers.attention import pad_heads, pad_output
+from executor_svc.models.layers.attention import HeadRows, pad_output
 from executor_svc.models.parallel.split import spec_of
 from executor_svc.models.spec import DecoderSpec
 
@@ -143,8 +143,12 @@ class ModelAdapters:
         self.load(place, PackedAdapter({}, None, 0))
 
     def _parts(self, use: LinearUse, adapter: Adapter) -> tuple[list[LoraPart], TokenRows | None]:
-        parts = [pad_part(part, use[1], self._shape) for part in adapter.linears.get(use, ())]
+        parts = [self._placed(part, use[1]) for part in adapter.linears.get(use, ())]
         return parts, adapter.head_rows if use == _HEAD else None
+
+    def _placed(self, part: LoraPart, linear: LinearName) -> LoraPart:
+        rotated = linear == "attention.qkv" and part.module.endswith(self.spec.names.qkv[:2])
+        return pad_part(part, linear, self._shape, self.spec.rotary_pairs if rotated else 0)
 
     # ------------------------------------------------------------------ steps
 
@@ -206,15 +210,16 @@ class AdaptingBuilder:
         return self._adapters.adapt_embedding(embedding), self._adapters.adapt_linear(name, linear)
 
 
-def pad_part(part: LoraPart, linear: LinearName, shape: AttentionShape) -> LoraPart:
-    """Return a part for linears as `layers.attention` pads them: added rows and columns are zero.
+def pad_part(part: LoraPart, linear: LinearName, shape: AttentionShape, pairs: int = 0) -> LoraPart:
+    """Return a part for linears as `layers.attention` places rows: added rows and columns are zero.
 
-    Of attention.qkv the rows of b are widened, with the first row among padded ones; of attention.output the columns
-    of a. Others are returned as they are.
+    Of attention.qkv the rows of b are those of `HeadRows`, with the first row among padded ones; of attention.output
+    the columns of a are widened. Others are returned as they are. pairs: as of `HeadRows`.
     """
     size, padded = shape.head_size, shape.padded_head_size
-    if size == padded:
+    rows = HeadRows(size, padded, pairs)
+    if rows.is_same:
         return part
     if linear == "attention.qkv":
-        return replace(part, b=pad_heads(part.b, size, padded), first_row=part.first_row // size * padded)
+        return replace(part, b=rows(part.b), first_row=part.first_row // size * padded)
     return replace(part, a=pad_output(part.a, shape)) if linear == "attention.output" else part

@@ -10,7 +10,7 @@ from typing import Any
 from cadenza_common.brief import brief
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.layers.mlp import Activation
-from executor_svc.models.layers.rope import RopeConfig
+from executor_svc.models.layers.rope import RopeConfig, Rounding
 from executor_svc.models.rope_fields import DEFAULT_THETA, context_limit, read_rope, rope_section
 from executor_svc.models.spec import DecoderSpec, LayerSpec
 
@@ -27,6 +27,7 @@ def read_common(
     max_positions: int,
     head_size: int | None = None,
     eps: float = 1e-6,
+    eps_field: str = "rms_norm_eps",
     tied: bool = False,
     read_rotary: RopeReader | None = None,
     activation: tuple[str, str, dict[str, Activation]] = ("hidden_act", "silu", _SILU),
@@ -35,6 +36,7 @@ def read_common(
 
     Args:
         config: all of config.json.
+        eps_field: the name of the norms' eps.
         max_positions, head_size, eps, tied: transformers' defaults of absent fields; the default head size is
         hidden_size / num_attention_heads.
         read_rotary: reads the rotary embedding from (all fields, head size, max_position_embeddings).
@@ -48,7 +50,7 @@ def read_common(
         raise fields.error("num_attention_heads", f"{num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
     head_size = _head_size(fields, hidden_size, num_heads, head_size)
     positions = fields.integer("max_position_embeddings", max_positions)
-    rope = (read_rotary or _uniform_rope)(fields, head_size, positions)
+    rope = (read_rotary or uniform_rope())(fields, head_size, positions)
     return DecoderSpec(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -58,26 +60,38 @@ def read_common(
         head_size=head_size,
         layers=(LayerSpec(rope),) * fields.integer("num_hidden_layers", at_most=MAX_LAYERS),
         context_limit=context_limit(positions, rope),
-        rms_norm_eps=fields.number("rms_norm_eps", eps),
+        norm_eps=fields.number(eps_field, eps),
         attention_scale=1 / math.sqrt(head_size),
         activation=_activation(fields, *activation),
         tied=fields.flag("tie_word_embeddings", tied),
     )
 
 
-def _uniform_rope(fields: Fields, head_size: int, max_positions: int) -> RopeConfig:
-    """Return the rotary embedding of a family with the same one in all layers, over whole heads."""
-    partial = fields.number("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise fields.error("partial_rotary_factor", f"{partial:g} is not supported here; supported: 1")
-    original = fields.get("original_max_position_embeddings")
-    return read_rope(
-        rope_section(fields),
-        head_size,
-        max_positions=max_positions,
-        theta=fields.number("rope_theta", DEFAULT_THETA),
-        original=None if original is None else fields.integer("original_max_position_embeddings"),
-    )
+def uniform_rope(
+    *, theta: float = DEFAULT_THETA, partial: float | None = None, rounding: Rounding = "products"
+) -> RopeReader:
+    """Return the reader of a rotary embedding that is the same in all layers.
+
+    theta, partial: transformers' defaults of absent fields; partial None: whole heads, required. rounding: as of
+    `RopeConfig`.
+    """
+
+    def read(fields: Fields, head_size: int, max_positions: int) -> RopeConfig:
+        share = fields.number("partial_rotary_factor", 1.0 if partial is None else partial)
+        if partial is None and share != 1.0:
+            raise fields.error("partial_rotary_factor", f"{share:g} is not supported here; supported: 1")
+        original = fields.get("original_max_position_embeddings")
+        return read_rope(
+            rope_section(fields),
+            head_size,
+            max_positions=max_positions,
+            theta=fields.number("rope_theta", theta),
+            original=None if original is None else fields.integer("original_max_position_embeddings"),
+            partial=None if partial is None else share,
+            rounding=rounding,
+        )
+
+    return read
 
 
 def _head_size(fields: Fields, hidden_size: int, num_heads: int, default: int | None) -> int:
@@ -107,6 +121,12 @@ def with_windows(spec: DecoderSpec, windows: Iterable[int | None]) -> DecoderSpe
     """Return the spec with a window for each layer."""
     layers = zip(spec.layers, windows, strict=True)
     return replace(spec, layers=tuple(replace(layer, window=window) for layer, window in layers))
+
+
+def rotated_where(spec: DecoderSpec, rotated: Iterable[bool]) -> DecoderSpec:
+    """Return the spec with no rotary embedding in the layers that have False."""
+    layers = zip(spec.layers, rotated, strict=True)
+    return replace(spec, layers=tuple(layer if each else replace(layer, rope=None) for layer, each in layers))
 
 
 def layer_windows(

@@ -16,8 +16,13 @@ from executor_svc.models.families.common import RopeReader, layer_windows, optio
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.rope_fields import read_rope
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.spec import DecoderSpec, LayerNames
 
+_NAMES = LayerNames(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
 _POSITIONS_2, _POSITIONS_3 = 8192, 131_072
 _WINDOW = 4096
 _HEAD_SIZE = 256
@@ -47,7 +52,7 @@ def read_gemma3(config: dict[str, Any]) -> DecoderSpec:
         spec,
         layers=tuple(layer if layer.window is None else replace(layer, rope=local) for layer in spec.layers),
         context_limit=positions,  # already the extended length
-        head_norms=True,
+        head_norms="heads",
         logits_softcap=_softcap(fields, "final_logit_softcapping", None),
     )
 
@@ -67,7 +72,7 @@ def _read_gemma(config: dict[str, Any], max_positions: int, read_rotary: RopeRea
         spec,
         qkv_bias=bias,
         output_bias=bias,
-        norms_after=True,
+        names=_NAMES,
         norm_weight_offset=1.0,
         attention_scale=1 / math.sqrt(fields.number("query_pre_attn_scalar", _QUERY_SCALAR)),
         embedding_scale=math.sqrt(spec.hidden_size),

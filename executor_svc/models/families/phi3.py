@@ -12,8 +12,9 @@ from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import optional_window, read_common, with_windows
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.rope_fields import DEFAULT_THETA, read_rope, rope_section
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.spec import DecoderSpec, LayerNames
 
+FUSED = LayerNames(qkv=("self_attn.qkv_proj",), into_mlp=("mlp.gate_up_proj",))
 _MAX_POSITIONS = 4096
 _ROPE_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 """Rope types by name in config.json; older checkpoints call longrope su or yarn."""
@@ -23,7 +24,7 @@ def read_phi3(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     spec = read_common(config, max_positions=_MAX_POSITIONS, eps=1e-5, read_rotary=_rope)
     spec = with_windows(spec, [optional_window(Fields(config), None)] * spec.num_layers)
-    return replace(spec, fused_tensors=True)
+    return replace(spec, names=FUSED)
 
 
 def _rope(fields: Fields, head_size: int, max_positions: int) -> RopeConfig:

@@ -26,7 +26,7 @@ def read_qwen3(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     spec = _windowed(config, read_common(config, max_positions=32_768, head_size=128))
     bias = Fields(config).flag("attention_bias", False)
-    return replace(spec, head_norms=True, qkv_bias=bias, output_bias=bias)
+    return replace(spec, head_norms="heads", qkv_bias=bias, output_bias=bias)
 
 
 def _windowed(config: dict[str, Any], spec: DecoderSpec) -> DecoderSpec:

@@ -14,21 +14,38 @@ from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.rope_content import VectorReader, rope_content, shortest
 
 _ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+    "apertus": "ApertusForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
-_MODEL_TYPES = {"gemma3": "gemma3_text"}
+_MODEL_TYPES = {"gemma3": "gemma3_text", "hunyuan-dense": "hunyuan_v1_dense", "mistral3": "ministral3"}
 """Where config.json has another model_type than the name in GGUF."""
 _TABLE = "token_embd.weight"
 _MAX_LAYERS = 10_000
 """As many as a config.json may have."""
+_LAYER_NORMS = {"cohere2": "layer_norm_eps", "nemotron": "norm_eps", "starcoder2": "norm_epsilon"}
+"""Architectures with norms of mean and variance, and the field of their eps."""
+_EXAONE_32B = 64
+"""Layers of the EXAONE 4 with windows; llama.cpp knows these, and files of older converters do not name them."""
 _SENTENCEPIECE_BOS, _SENTENCEPIECE_EOS = 1, 2
 """Ids of vocabularies of sentencepiece that do not name them."""
+_EXAONE_WINDOW = 4096
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose attention scale is of hidden_size / num_attention_heads; others: of the head size."""
 
@@ -62,7 +79,9 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
         "num_key_value_heads": read.uniform("attention.head_count_kv", heads),
         "head_dim": head_size,
         "max_position_embeddings": metadata.integer(f"{architecture}.context_length"),
-        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
+        _LAYER_NORMS.get(architecture, "rms_norm_eps"): read.number(
+            f"attention.layer_norm_{'' if architecture in _LAYER_NORMS else 'rms_'}epsilon"
+        ),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": _has_bias(file, "attn_q", "attn_k", "attn_v", "attn_output"),
         "mlp_bias": _has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
@@ -139,6 +158,23 @@ def _family_content(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]
             return _gemma_content(read, content, window)
         case "phi3":
             return {"sliding_window": window}
+        case "cohere2":
+            return {"sliding_window": window, "logit_scale": read.number("logit_scale")}
+        case "exaone4":
+            window = window or (_EXAONE_WINDOW if content["num_hidden_layers"] == _EXAONE_32B else None)
+            return {"sliding_window": window} | _layer_types(read, content)
+        case "olmo2" if window:
+            return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": window} | (
+                _layer_types(read, content)
+            )
+        case "mistral3":
+            return _mistral3_content(read, content)
+        case "starcoder2":
+            return {"use_bias": content["attention_bias"] or content["mlp_bias"], "sliding_window": window}
+        case "ernie4_5":
+            return {"use_bias": content["attention_bias"] or content["mlp_bias"]}
+        case "seed_oss":
+            return {"attention_out_bias": _has_bias(read.file, "attn_output")}
         case "granite":
             names = {
                 "embedding_multiplier": "embedding_scale",
@@ -162,12 +198,28 @@ def _gemma_content(read: _KeyReader, content: dict[str, Any], window: int | None
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if read.has(cap):
             result[cap] = read.number(cap)
+    return result | _layer_types(read, content)
+
+
+def _layer_types(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]:
+    """Return `layer_types` of a pattern: a flag for each layer, or every how many layers one has no window."""
     key, metadata = f"{read.architecture}.attention.sliding_window_pattern", read.file.metadata
     pattern = metadata.get(key)
+    if pattern is None:
+        return {}
     if isinstance(pattern, list):
-        result["layer_types"] = ["sliding_attention" if each else "full_attention" for each in pattern]
-    elif pattern is not None:
-        every, count = metadata.integer(key), min(content["num_hidden_layers"], _MAX_LAYERS)
-        types = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(count)]
-        result["layer_types"] = types
-    return result
+        return {"layer_types": ["sliding_attention" if each else "full_attention" for each in pattern]}
+    every, count = metadata.integer(key), min(content["num_hidden_layers"], _MAX_LAYERS)
+    types = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(count)]
+    return {"layer_types": types}
+
+
+def _mistral3_content(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding with the scale of queries by position, which Mistral Small does not have."""
+    if not read.has("attention.temperature_scale"):
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+    if not content.get("rope_scaling"):
+        raise read.file.metadata.error("mistral3.attention.temperature_scale", "needs a rope.scaling.type")
+    return {
+        "rope_scaling": content["rope_scaling"] | {"llama_4_scaling_beta": read.number("attention.temperature_scale")}
+    }

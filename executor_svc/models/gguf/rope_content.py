@@ -20,7 +20,7 @@ def rope_content(file: GgufFile, architecture: str, head_size: int, read_vector:
     theta = shortest(metadata.number(f"{prefix}.freq_base", 10_000.0))
     content: dict[str, Any] = {"rope_theta": theta}
     size = metadata.integer(f"{prefix}.dimension_count", head_size)
-    if architecture == "phi3":
+    if architecture in ("glm4", "nemotron", "phi3"):
         content["partial_rotary_factor"] = _share(size, head_size)
     elif size != head_size:
         raise metadata.error(f"{prefix}.dimension_count", f"must be the size of a head, {head_size}, not {size}")
@@ -75,9 +75,11 @@ def _scaling(file: GgufFile, prefix: str, original: int) -> dict[str, Any] | Non
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise metadata.error(f"{prefix}.scaling.type", f"{kind[:100]!r} is not supported; supported: linear, yarn")
-    for name, plain in (("yarn_log_multiplier", 0.0), ("yarn_ext_factor", 1.0)):
-        if metadata.number(f"{prefix}.scaling.{name}", plain) != plain:
-            raise metadata.error(f"{prefix}.scaling.{name}", f"other than {plain:g} is not supported")
+    log_multiplier = metadata.number(f"{prefix}.scaling.yarn_log_multiplier", 0.0)
+    if log_multiplier and prefix != "mistral3.rope":
+        raise metadata.error(f"{prefix}.scaling.yarn_log_multiplier", "other than 0 is not supported")
+    if metadata.number(f"{prefix}.scaling.yarn_ext_factor", 1.0) != 1.0:
+        raise metadata.error(f"{prefix}.scaling.yarn_ext_factor", "other than 1 is not supported")
     attention = metadata.number(f"{prefix}.scaling.attn_factor", 1.0)
     attention *= metadata.number(f"{prefix}.scaling.yarn_attn_factor", 1.0)
     scaling: dict[str, Any] = {
@@ -87,7 +89,9 @@ def _scaling(file: GgufFile, prefix: str, original: int) -> dict[str, Any] | Non
         "beta_fast": shortest(metadata.number(f"{prefix}.scaling.yarn_beta_fast", 32.0)),
         "beta_slow": shortest(metadata.number(f"{prefix}.scaling.yarn_beta_slow", 1.0)),
     }
-    if attention != 1.0 and factor >= 1:
+    if log_multiplier:  # mscale_all_dim; the other one, which files do not have, is 1
+        scaling |= {"mscale": 1.0, "mscale_all_dim": shortest(log_multiplier)}
+    elif attention != 1.0 and factor >= 1:
         scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)
     return scaling
 

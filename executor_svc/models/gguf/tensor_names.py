@@ -1,7 +1,8 @@
 """GGUF's names of the tensors that transformers' checkpoints have, and how their numbers differ.
 
-The source is llama.cpp's convert_hf_to_gguf.py. Its `llama` and `granite` rotate neighbouring elements of a head, where
-transformers rotates halves: rows of query and key projections change places. Gemma's norms have 1 added.
+The source is llama.cpp's convert_hf_to_gguf.py. Some of its architectures, such as `llama`, rotate neighbouring
+elements of a head where transformers rotates halves: rows of query and key projections change places. Norms of Gemma
+and Nemotron have 1 added.
 """
 
 from __future__ import annotations
@@ -26,13 +27,21 @@ _LAYER = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_GEMMA_LAYER = _LAYER | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
 _GEMMA = ("gemma2", "gemma3")
-_NEIGHBOURS_ROTATED = ("llama", "granite")
+_NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_GEMMA_NORMS = _NORMS_AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
+_OTHER_NAMES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(_GEMMA, _GEMMA_NORMS),
+    **dict.fromkeys(("exaone4", "olmo2"), _NORMS_AFTER),
+    "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
+    "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+    "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+    "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+}
+"""By architecture: what is called otherwise than in `_LAYER`, or is not there."""
+_NEIGHBOURS_ROTATED = ("granite", "llama", "mistral3", "smollm3")
+"""Those whose checkpoints rotate halves; where checkpoints rotate neighbours themselves, files have their order."""
 _ROTATED = ("self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.k_proj.bias")
 
 
@@ -49,7 +58,7 @@ class TensorNames:
         if part in _ENDS:
             return f"{_ENDS[part]}.{kind}"
         words = part.split(".", 3)
-        layer_names = _GEMMA_LAYER if self.architecture in _GEMMA else _LAYER
+        layer_names = _LAYER | _OTHER_NAMES.get(self.architecture, {})
         if len(words) < 4 or words[3] not in layer_names:
             return name
         return f"blk.{words[2]}.{layer_names[words[3]]}.{kind}"
@@ -60,7 +69,7 @@ class TensorNames:
 
     def offset(self, name: str) -> float:
         """Return what the file has added to the numbers of a tensor."""
-        return 1.0 if self.architecture in _GEMMA and name.endswith("norm.weight") else 0.0
+        return 1.0 if self.architecture in (*_GEMMA, "nemotron") and name.endswith("norm.weight") else 0.0
 
 
 def halves(rows: Tensor, head_rows: int) -> Tensor:

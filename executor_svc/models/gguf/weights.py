@@ -34,6 +34,8 @@ class GgufWeights(Weights):
         super().__init__(dtype, device)
         self._file = file
         self._names = names
+        self._numbers = _numbers(file) if names.architecture == "apertus" else {}
+        """Tensors of one number that the file has as metadata."""
 
     def least_bytes(self, num_elements: int, prefix: str = "") -> int:
         """As in `Weights`: all tensors in few bits as codes and scales, dense ones in the model's dtype."""
@@ -143,7 +145,7 @@ class GgufWeights(Weights):
         return name.endswith(".bias") and self._names.stored(name) not in self._file.tensors
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        if self._is_absent_bias(name):
+        if self._is_absent_bias(name) or name in self._numbers:
             return
         tensor = self._tensor(name, shape)
         if tensor.type.name not in DENSE_TYPES:
@@ -155,6 +157,9 @@ class GgufWeights(Weights):
     def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
         if self._is_absent_bias(name):
             yield from torch.zeros(shape).split(rows)
+            return
+        if name in self._numbers:
+            yield torch.tensor([self._numbers[name]])
             return
         stored, head_rows = _dense(self._tensor(name, shape)), self._names.head_rows(name)
         if head_rows is not None:
@@ -222,6 +227,19 @@ class GgufRows:
                 raise LoaderError(f"{tensor.path}: tensor {tensor.name} has scales that are NaN or infinite")
             yield unpacked
         self._on_read(content.digest())
+
+
+def _numbers(file: GgufFile) -> dict[str, float]:
+    """Return the scalars of xIELU of each layer by their names in transformers' checkpoints; raises GgufError."""
+    metadata, found = file.metadata, dict[str, float]()
+    for kind in ("alpha_p", "alpha_n", "beta", "eps"):
+        key, count = f"xielu.{kind}", metadata.integer("apertus.block_count")
+        one_for_all = not isinstance(metadata.get(key), list)
+        numbers = [metadata.number(key)] * min(count, _MAX_VECTOR) if one_for_all else metadata.numbers(key)
+        if len(numbers) != count:
+            raise metadata.error(key, f"must have one number for each of {count} layers, not {len(numbers)}")
+        found |= {f"model.layers.{layer}.mlp.act_fn.{kind}": number for layer, number in enumerate(numbers)}
+    return found
 
 
 def _is_finite(block: QuantBlock, kind: QuantFormat) -> bool:

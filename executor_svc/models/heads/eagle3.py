@@ -17,6 +17,7 @@ from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding
 from executor_svc.models.decoder import attention_shape
 from executor_svc.models.decoder_weights import LayerWeights
 from executor_svc.models.heads.eagle3_spec import Eagle3Spec
+from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import Rotary
 
 
@@ -27,11 +28,11 @@ class Eagle3Weights:
     embedding: Embedding
     fc: Linear
     """From the target's states, side by side, to a hidden state."""
-    input_norms: tuple[Tensor, ...]
+    input_norms: tuple[Norm, ...]
     """Norms before `fc`: none, one norm for all states together, or one norm for each state."""
-    hidden_norm: Tensor
+    hidden_norm: Norm
     layers: tuple[LayerWeights, ...]
-    norm: Tensor
+    norm: Norm
     head: Linear
 
 
@@ -79,15 +80,15 @@ class Eagle3Head:
 
         states: as `Decoder.forward_with_states` returns them; may be overwritten. The result has memory of its own.
         """
-        kernels, weights, eps = self._kernels, self._weights, self._spec.decoder.rms_norm_eps
+        kernels, weights = self._kernels, self._weights
         if self._spec.norm_before_fc:
-            states = kernels.rms_norm(states, weights.input_norms[0], eps)
+            states = weights.input_norms[0](states)
         elif self._spec.fc_norm:
             size = self._spec.target_hidden_size
             part = kernels.new_rows("eagle3 part", len(states), size, states.dtype)
             for index, norm in enumerate(weights.input_norms):
                 kernels.copy_columns(states, index * size, part, 0, size)
-                kernels.copy_columns(kernels.rms_norm(part, norm, eps), 0, states, index * size, size)
+                kernels.copy_columns(norm(part), 0, states, index * size, size)
         return self._copied(weights.fc(states), kernels.new_rows("eagle3", len(states), self.hidden_size, states.dtype))
 
     def forward(
@@ -108,36 +109,38 @@ class Eagle3Head:
             plans: one for each of `attention_shapes`.
         """
         kernels, spec, weights = self._kernels, self._spec, self._weights
-        eps, size = spec.decoder.rms_norm_eps, self.hidden_size
-        first = weights.layers[0]
+        size, first = self.hidden_size, weights.layers[0]
         # Both norms have the same memory when they are recorded: each is copied before the next one runs.
         both = kernels.new_rows("eagle3 both", len(token_ids), 2 * size, hidden.dtype)
-        embedded = kernels.rms_norm(weights.embedding(token_ids, 1.0), first.before_attention, eps)
+        assert first.before_attention is not None
+        embedded = first.before_attention(weights.embedding(token_ids, 1.0))
         kernels.copy_columns(embedded, 0, both, 0, size)
-        normed = kernels.rms_norm(hidden, weights.hidden_norm, eps)
+        normed = weights.hidden_norm(hidden)
         kernels.copy_columns(normed, 0, both, size, size)
         if spec.norm_before_residual:
             self._copied(normed, hidden)
         residual, read = hidden, both
         delta: Tensor | None = None
         for index, layer in enumerate(weights.layers):
+            assert layer.before_mlp is not None
             if delta is not None:
-                read, residual = kernels.add_rms_norm(delta, residual, layer.before_attention, eps)
+                assert layer.before_attention is not None
+                read, residual = layer.before_attention.of_sum(delta, residual)
             attended = layer.attention(
                 read, ropes[self._rotary_of[index]], kv_layers[index], plans[self._plan_of[index]]
             )
-            normed, residual = kernels.add_rms_norm(attended, residual, layer.before_mlp, eps)
+            normed, residual = layer.before_mlp.of_sum(attended, residual)
             delta = layer.mlp(normed)
         assert delta is not None
         residual = kernels.add(delta, residual)
-        return self._copied(kernels.rms_norm(residual, weights.norm, eps), residual) if spec.norm_output else residual
+        return self._copied(weights.norm(residual), residual) if spec.norm_output else residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, draft_vocab_size] of results [R, hidden] of `forward`: rounded to the dtype, as float32."""
         kernels, weights = self._kernels, self._weights
         normed = hidden
         if not self._spec.norm_output:
-            normed = kernels.rms_norm(hidden, weights.norm, self._spec.decoder.rms_norm_eps)
+            normed = weights.norm(hidden)
         return kernels.finish_logits(weights.head(normed, torch.float32), hidden.dtype, 1.0, None)
 
     def to_target(self, ids: Tensor) -> Tensor:

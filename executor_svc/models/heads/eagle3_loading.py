@@ -31,6 +31,7 @@ from executor_svc.models.heads.draft import (
 from executor_svc.models.heads.eagle3 import Eagle3Head, Eagle3Weights, attention_shapes
 from executor_svc.models.heads.eagle3_spec import Eagle3Spec, is_old_format, read_eagle3
 from executor_svc.models.heads.named_tensors import NamedTensors
+from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import make_rotary
 from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.loading import LoadedModel
@@ -201,7 +202,7 @@ class _HeadReader:
     def _head(self) -> Linear:
         return self._linear("lm_head", ("lm_head", (self._spec.draft_vocab_size, self._spec.decoder.hidden_size)))
 
-    def _input_norms(self) -> tuple[Tensor, ...]:
+    def _input_norms(self) -> tuple[Norm, ...]:
         spec = self._spec
         count, size = len(spec.state_layers), spec.target_hidden_size
         if spec.norm_before_fc:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope
 from executor_svc.models.decoder_weights import LayerWeights
+from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import Rotary
 from executor_svc.models.spec import DecoderSpec
 
@@ -29,12 +30,12 @@ class MtpWeights:
 
     embedding: Embedding
     """The target's."""
-    hidden_norm: Tensor
-    token_norm: Tensor
+    hidden_norm: Norm
+    token_norm: Norm
     input_proj: Linear
     """From a normalized hidden state and a normalized embedding, in this order side by side, to a hidden state."""
     layer: LayerWeights
-    norm: Tensor
+    norm: Norm
     head: Linear
     """The target's."""
 
@@ -83,19 +84,21 @@ class MtpHead:
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
         """As in `DraftHead`; hidden must be in memory that nothing else uses."""
-        kernels, weights, size, eps = self._kernels, self._weights, self.hidden_size, self._spec.rms_norm_eps
+        kernels, weights, size = self._kernels, self._weights, self.hidden_size
         layer = weights.layer
         # Operations of one shape have one memory when they are recorded: each result is copied before the next one.
         both = kernels.new_rows("mtp both", len(token_ids), 2 * size, hidden.dtype)
-        kernels.copy_columns(kernels.rms_norm(hidden, weights.hidden_norm, eps), 0, both, 0, size)
+        kernels.copy_columns(weights.hidden_norm(hidden), 0, both, 0, size)
         embedded = weights.embedding(token_ids, 1.0)
-        kernels.copy_columns(kernels.rms_norm(embedded, weights.token_norm, eps), 0, both, size, size)
+        kernels.copy_columns(weights.token_norm(embedded), 0, both, size, size)
         residual = self._copied(weights.input_proj(both), hidden)
-        normed = kernels.rms_norm(residual, layer.before_attention, eps)
+        assert layer.before_attention is not None
+        assert layer.before_mlp is not None
+        normed = layer.before_attention(residual)
         attended = layer.attention(normed, ropes[0], kv_layers[0], plans[0])
-        normed, residual = kernels.add_rms_norm(attended, residual, layer.before_mlp, eps)
+        normed, residual = layer.before_mlp.of_sum(attended, residual)
         residual = kernels.add(layer.mlp(normed), residual)
-        return self._copied(kernels.rms_norm(residual, weights.norm, eps), hidden)
+        return self._copied(weights.norm(residual), hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, vocab_size] of results [R, hidden] of `forward`: rounded to the dtype, as float32."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,32 @@ def pad_heads(weight: Tensor, head_size: int, padded_head_size: int) -> Tensor:
     padded = heads.new_zeros(heads.shape[0], padded_head_size, *weight.shape[1:])
     padded[:, :head_size] = heads
     return padded.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """What becomes of the rows of heads when they are read: rotated pairs become halves, and heads are padded."""
+
+    head_size: int
+    padded_head_size: int
+    pairs: int
+    """Leading rows of a head that are pairs; 0: none."""
+
+    @property
+    def is_same(self) -> bool:
+        return not self.pairs and not self.is_padded
+
+    @property
+    def is_padded(self) -> bool:
+        return self.head_size != self.padded_head_size
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return rows [heads * head_size, …] as [heads * padded_head_size, …]."""
+        if self.pairs:
+            order = torch.arange(self.head_size, device=rows.device)
+            order[: self.pairs] = order[: self.pairs].view(-1, 2).t().flatten()
+            rows = rows.view(-1, self.head_size, *rows.shape[1:])[:, order].flatten(0, 1)
+        return pad_heads(rows, self.head_size, self.padded_head_size)
 
 
 class Attention:
@@ -42,11 +70,6 @@ class Attention:
         qkv = self._qkv(x)
         q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, self._norms, self._scales)
         return self._output(self._kernels.attention(q, kv_layer, self._shape, plan, self._scales))
-
-
-def fuse_qkv(parts: list[Tensor], shape: AttentionShape) -> Tensor:
-    """Stack q, k and v weights [heads * D, hidden] or biases [heads * D] with each head padded."""
-    return torch.cat([pad_heads(part, shape.head_size, shape.padded_head_size) for part in parts])
 
 
 def pad_output(weight: Tensor, shape: AttentionShape) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +11,30 @@ from torch import Tensor
 from executor_svc.device.kernels import Rope
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.layers.rope_scaling import DynamicScaling, NoScaling, Scaling
-from executor_svc.portable_math import LARGEST_ANGLE, cos_and_sin
+from executor_svc.portable_math import LARGEST_ANGLE, cos_and_sin, log
 
 _TILE_ROWS = 512
 """Rows of a table that are computed at once, in cache."""
 
 _NO_SCALING = NoScaling()
+
+
+Rounding = Literal["products", "sum", "angles and sum"]
+"""What is rounded to the model's dtype: cos, sin, products and sum (Llama); the sum alone; cos, sin and the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Queries at position p are multiplied with 1 + beta * ln(1 + floor(p / original)) after the rotation (Llama 4)."""
+
+    beta: float
+    original_max_position: int
+
+    def factors(self, max_model_len: int, dtype: torch.dtype) -> Tensor:
+        """Return the factor of each position below max_model_len."""
+        length = self.original_max_position
+        steps = [1 + self.beta * log(1 + step) for step in range(-(-max_model_len // length))]
+        return torch.tensor(steps, dtype=torch.float32).repeat_interleave(length)[:max_model_len].to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +45,8 @@ class RopeConfig:
     size: int
     """Number of leading dimensions of each head that are rotated: even, all or a part of them."""
     scaling: Scaling = _NO_SCALING
+    rounding: Rounding = "products"
+    query_scaling: QueryScaling | None = None
 
 
 class Rotary(Protocol):
@@ -49,8 +69,10 @@ class Rotary(Protocol):
         ...
 
 
-def make_rotary(config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-    """Return cos and sin for positions below max_model_len."""
+def make_rotary(config: RopeConfig | None, max_model_len: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+    """Return cos and sin for positions below max_model_len; config None: nothing is rotated."""
+    if config is None:
+        return NoRotary(dtype, device)
     if isinstance(config.scaling, DynamicScaling):
         return DynamicRotary(config, config.scaling, dtype)
     return RotaryTables(config, max_model_len, dtype, device)
@@ -79,13 +101,28 @@ def _spread(halves: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
+class NoRotary:
+    """Rotates nothing: cos and sin have no columns."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._none = torch.empty(1, 0, dtype=dtype, device=device)
+
+    def new(self, positions: Tensor) -> Rope:
+        return Rope(self._none, self._none, positions)
+
+    def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
+        """Nothing to do."""
+
+
 class RotaryTables:
-    """Tables of max_model_len rows for cos and sin: 2 * max_model_len * size numbers in the model's dtype."""
+    """Tables of max_model_len rows for cos and sin: 2 * max_model_len * size numbers, in the model's dtype or fp32."""
 
     def __init__(self, config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Angles are rounded to fp32, as in transformers."""
+        """Angles are rounded to fp32, as in transformers. dtype: of the model."""
         frequencies = inverse_frequencies(config, max_model_len)
-        cos, sin = (torch.empty(max_model_len, config.size, dtype=dtype) for _ in range(2))
+        stored = dtype if config.rounding == "products" else torch.float32
+        rounded = torch.float32 if config.rounding == "sum" else dtype
+        cos, sin = (torch.empty(max_model_len, config.size, dtype=stored) for _ in range(2))
         for start in range(0, max_model_len, _TILE_ROWS):
             end = min(start + _TILE_ROWS, max_model_len)
             angles = torch.arange(start, end).float()[:, None] * frequencies
@@ -93,11 +130,12 @@ class RotaryTables:
                 raise ModelConfigError(
                     f"max_model_len {max_model_len} has rotary angles over {LARGEST_ANGLE:.0f} radians"
                 )
-            cos[start:end], sin[start:end] = _spread(_halves(angles, config.scaling.attention_factor, dtype))
-        self._cos, self._sin = cos.to(device), sin.to(device)
+            cos[start:end], sin[start:end] = _spread(_halves(angles, config.scaling.attention_factor, rounded))
+        self._cos, self._sin, scaling = cos.to(device), sin.to(device), config.query_scaling
+        self._query_scales = None if scaling is None else scaling.factors(max_model_len, dtype).to(device)
 
     def new(self, positions: Tensor) -> Rope:
-        return Rope(self._cos, self._sin, positions)
+        return Rope(self._cos, self._sin, positions, self._query_scales)
 
     def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
         """Nothing to do: the tables hold all positions."""
@@ -111,6 +149,8 @@ class DynamicRotary:
     """
 
     def __init__(self, config: RopeConfig, scaling: DynamicScaling, dtype: torch.dtype) -> None:
+        assert config.rounding == "products", "no family has another with this scaling"
+        assert config.query_scaling is None, "no family has it with this scaling"
         self._config = config
         self._scaling = scaling
         self._dtype = dtype

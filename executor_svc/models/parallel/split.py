@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from executor_svc.device.ranks import Share
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.spec import HEAD, TABLE, DecoderSpec
 
 ROW_PARALLEL = ("attention.output", "mlp.down")
 """Linears of which a rank has columns: the results of all ranks are summed."""
@@ -37,6 +38,8 @@ def check_split(spec: DecoderSpec, size: int) -> None:
     for field, count in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
         if count % size:
             raise ModelConfigError(f"{field} {count} cannot be divided among {size} ranks")
+    if spec.head_norms == "all heads" and size > 1:
+        raise ModelConfigError(f"q_norm and k_norm normalize all heads together, which {size} ranks have parts of")
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
         raise ModelConfigError(
             f"num_key_value_heads {spec.num_kv_heads} can be neither divided among {size} ranks nor repeated on them"
@@ -62,26 +65,30 @@ def part_of(name: str, spec: DecoderSpec, share: Share) -> Part | None:
 
     spec: of the whole model.
     """
+    if name in (TABLE, HEAD):
+        return Part((share.of(spec.vocab_size),), False, spec.vocab_size)
     heads, keys, inner = _heads(spec, share), _kv_heads(spec, share), share.of(spec.intermediate_size)
-    q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-    match name.rpartition(".")[2]:
-        case "q_proj":
-            return Part((heads,), False, q)
-        case "k_proj" | "v_proj":
-            return Part((keys,), False, kv)
-        case "qkv_proj":
-            return Part((heads, _moved(keys, q), _moved(keys, q + kv)), False, q + 2 * kv)
-        case "gate_proj" | "up_proj":
-            return Part((inner,), False, spec.intermediate_size)
-        case "gate_up_proj":
-            return Part((inner, _moved(inner, spec.intermediate_size)), False, 2 * spec.intermediate_size)
-        case "o_proj":
-            return Part((heads,), True, q)
-        case "down_proj":
-            return Part((inner,), True, spec.intermediate_size)
-        case "embed_tokens" | "lm_head":
-            return Part((share.of(spec.vocab_size),), False, spec.vocab_size)
+    module, names = name.rpartition("layers.")[2].partition(".")[2], spec.names
+    if module == names.output:
+        return Part((heads,), True, spec.num_heads * spec.head_size)
+    if module == names.down:
+        return Part((inner,), True, spec.intermediate_size)
+    if module in names.qkv:
+        q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        return _part_of_rows(names.qkv.index(module), len(names.qkv), (q, kv, kv), (heads, keys, keys))
+    if module in names.into_mlp:
+        count = 2 if spec.gated_mlp else 1
+        index, all_rows = names.into_mlp.index(module), (spec.intermediate_size,) * count
+        return _part_of_rows(index, len(names.into_mlp), all_rows, (inner,) * count)
     return None
+
+
+def _part_of_rows(index: int, num_stored: int, rows: tuple[int, ...], parts: tuple[range, ...]) -> Part:
+    """Return a part of a linear among those with these rows, or of one that holds all of their rows."""
+    if num_stored == len(rows):
+        return Part((parts[index],), False, rows[index])
+    starts = accumulate(rows, initial=0)
+    return Part(tuple(_moved(part, start) for part, start in zip(parts, starts, strict=False)), False, sum(rows))
 
 
 def _heads(spec: DecoderSpec, share: Share) -> range:

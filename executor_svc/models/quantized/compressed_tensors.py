@@ -54,7 +54,7 @@ class CompressedTensors:
 
     def open(self, tensors: CheckpointTensors, prefix: str, shape: tuple[int, int]) -> QuantRows | None:
         """As in `method.Quantization`."""
-        scheme = self.scheme_of(prefix)
+        scheme = self.scheme_of(*{prefix: None, _stored_name(tensors, prefix): None})
         if scheme is None:
             return None
         for name in _NOT_NEEDED:
@@ -67,21 +67,31 @@ class CompressedTensors:
             return open_fp8(tensors, prefix, shape, scheme, "weight_scale")
         return open_mxfp4(tensors, prefix, shape)
 
-    def scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of a linear, None if it is dense.
+    def scheme_of(self, *names: str) -> Scheme | None:
+        """Return the scheme of a linear, None if it is dense; names: in the decoder, and in the files.
 
         Names precede patterns, patterns precede classes, and of several patterns or classes the first by its letters
         counts, in whatever group it is: so does the library that writes such files. (vLLM takes the first group.)
         """
-        if any(target.rank(module) is not None for target in self.ignored):
+        if any(target.rank(name) is not None for target in self.ignored for name in names):
             return None
         ranked = [
             (rank, target.text, index)
             for index, (targets, _) in enumerate(self.groups)
             for target in targets
-            if (rank := target.rank(module)) is not None
+            for name in names
+            if (rank := target.rank(name)) is not None
         ]
         return self.groups[min(ranked)[2]][1] if ranked else None
+
+
+def _stored_name(tensors: CheckpointTensors, prefix: str) -> str:
+    """Return a linear's name in the files, which may have other words before it, such as those of a larger model."""
+    for ending in ("weight", "weight_packed"):
+        stored = tensors.find(f"{prefix}.{ending}")
+        if stored is not None:
+            return stored.name.removesuffix(f".{ending}")
+    return prefix
 
 
 def parse(fields: Fields) -> CompressedTensors:

@@ -100,7 +100,7 @@ class QuantizedFolder:
 
     def dense(self, name: str, stored: StoredWeight) -> StoredWeight:
         """As in `RoundedListener`."""
-        if name.endswith("_proj.weight") or name.removesuffix(".weight") in TABLES:
+        if len(stored.shape) == 2:
             self._dense.append(name.removesuffix(".weight"))
         return _SavedWeight(stored, self._file.place(name, stored.shape, self._dtype), self._dtype)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.checkpoints import FAMILIES, NEWER, make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.executor.plans import scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
@@ -36,10 +36,12 @@ def tokens_of(model: Model) -> list[list[int]]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("family", short_and_long([*FAMILIES, *HOSTED], [*SEVERAL_LAYERS, "gpt2"]))
+@pytest.mark.parametrize(
+    "family", short_and_long([*FAMILIES, *NEWER, *HOSTED], [*SEVERAL_LAYERS, "gpt2", "apertus", "cohere2", "olmo2"])
+)
 def test_tokens_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
     """Heads are of sizes that attention is not made for, and filled up."""
-    folder = make_checkpoint(tmp_path, family, num_hidden_layers=2 if family in SEVERAL_LAYERS else 1)
+    folder = make_checkpoint(tmp_path, family, num_hidden_layers=2 if family in (*SEVERAL_LAYERS, *NEWER) else 1)
     expected = tokens_of(Model(folder))
     assert [len(step) for step in expected] == [0, 2, 2]
     assert tokens_of(Model(folder, device="cuda")) == expected

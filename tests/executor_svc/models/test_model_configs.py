@@ -17,7 +17,7 @@ from executor_svc.models.config_fields import Fields
 from executor_svc.models.registry import ARCHITECTURES
 from executor_svc.models.rope_fields import ROPE_TYPES
 from executor_svc.models.spec import DecoderSpec
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import FAMILIES, NEWER
 from tests.helpers.paths import ROOT
 
 MODELS_PAGE = ROOT / "docs" / "models.md"
@@ -32,6 +32,22 @@ NAMES = {
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "mimo": "MiMoForCausalLM",
+    "apertus": "ApertusForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
 }
 SIZES = {
     "vocab_size": 97,
@@ -42,6 +58,9 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+WRAPPED = ("gemma3", "mistral3")
+"""Their decoder's fields are in `text_config`."""
+ALWAYS: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 6}}
 LONG = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 LLAMA3 = {
     "factor": 8.0,
@@ -153,7 +172,9 @@ OLDER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 def read(family: str, **fields: Any) -> DecoderSpec:
-    return ARCHITECTURES[NAMES[family]]({**SIZES, **fields})
+    if family in WRAPPED:
+        return ARCHITECTURES[NAMES[family]]({"text_config": SIZES} | fields)
+    return ARCHITECTURES[NAMES[family]]({**SIZES, **ALWAYS.get(family, {}), **fields})
 
 
 @pytest.mark.parametrize(("family", "new", "old"), OLDER, ids=[f"{i}-{row[0]}" for i, row in enumerate(OLDER)])
@@ -291,6 +312,36 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         scaled("longrope", **{**LONG, "long_factor": [1.0]}),
         "long_factor must be a list of 6 numbers above 0, not 1",
     ),
+    ("apertus", {"qk_norm": False}, "qk_norm is false: Apertus has norms of heads"),
+    ("apertus", {"post_norm": True}, "post_norm is True: norms after"),
+    (
+        "apertus",
+        {"hidden_act": "silu"},
+        "hidden_act 'silu' is not supported; supported: xielu, relu2, gelu_pytorch_tanh",
+    ),
+    ("cohere2", {"use_qk_norm": True}, "use_qk_norm must be false"),
+    ("cohere2", {"use_parallel_block": False}, "use_parallel_block must be true"),
+    ("cohere2", {"logit_scale": 0}, "logit_scale must be a number of at least 1e-06, not 0"),
+    ("cohere2", {"logit_scale": 1e-320}, "logit_scale must be"),
+    ("cohere2", {"sliding_window": None}, "sliding_window must be a positive integer: layer_types has"),
+    ("cohere2", scaled("dynamic", factor=2.0), "'dynamic' is not supported here"),
+    ("ernie4_5", {"use_bias": 1}, "use_bias must be true or false, not 1"),
+    ("exaone4", {"sliding_window_pattern": "LLX"}, "sliding_window_pattern must be a text of L and G, not 'LLX'"),
+    ("glm4", {"partial_rotary_factor": 0.2}, "partial_rotary_factor gives 25 rotated dimensions of head_dim 128"),
+    ("granitemoehybrid", {"layer_types": ["mamba"] * 6}, "layer_types is ['mamba'"),
+    ("granitemoehybrid", {"layer_types": ["attention"]}, "layer_types has 1 entries, not num_hidden_layers"),
+    ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts is 8: mixtures of experts"),
+    ("hunyuan_v1_dense", {"use_cla": True}, "use_cla is True: attention across layers"),
+    ("hunyuan_v1_dense", {"num_experts": 8}, "num_experts is 8: mixtures of experts"),
+    ("hunyuan_v1_dense", scaled("dynamic", alpha=1e308), "rope_parameters.alpha 1e+308 must be 1e-09 to 1e+09"),
+    ("ministral3", scaled("dynamic", factor=2.0, llama_4_scaling_beta=0.1), "llama_4_scaling_beta is not supported"),
+    ("ministral3", scaled("default", llama_4_scaling_beta=0.1), "original_max_position_embeddings must be a positive"),
+    ("ministral3", scaled("default", llama_4_scaling_beta=1e9), "llama_4_scaling_beta 1e+09 must be at most"),
+    ("olmo3", scaled("default"), "rope_parameters of OLMo 3 must have objects full_attention and"),
+    ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers must be a list of 0 and 1 for num_hidden_layers 6"),
+    ("gemma3", {"text_config": {"model_type": "gemma2"}}, "text_config.model_type 'gemma2' is not supported"),
+    ("gemma3", {"text_config": 4}, "text_config must be an object, not 4"),
+    ("mistral3", {"text_config": {**SIZES, "hidden_size": -1}}, "text_config.hidden_size must be a positive integer"),
     ("phi3", scaled("longrope", short_factor=[1.0] * 6), "long_factor must be a list of 6 numbers above 0, not None"),
 ]
 
@@ -323,7 +374,7 @@ def check_refusals(family: str, tries: Iterable[dict[str, Any]]) -> None:
         assert message.isprintable()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "mimo"])
+@pytest.mark.parametrize("family", [*FAMILIES, "mimo", *NEWER, *WRAPPED])
 def test_any_value_of_any_field_is_read_or_refused_in_one_line(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each field that is read is given each of these."""
     seen: set[str] = set()
@@ -332,10 +383,12 @@ def test_any_value_of_any_field_is_read_or_refused_in_one_line(family: str, monk
     read(family)
 
     def tries() -> Iterator[dict[str, Any]]:
-        for place, value in itertools.product(sorted(seen), WRONG):
+        places = {f"text_config.{each.removeprefix('text_config.')}" for each in seen} if family in WRAPPED else seen
+        for place, value in itertools.product(sorted(places), WRONG):
             *sections, name = place.split(".")
             for section in reversed(sections):
-                value, name = {name: value}, section
+                kept = SIZES if section == "text_config" else {}
+                value, name = {**kept, name: value}, section
             yield {name: value}
 
     check_refusals(family, tries())
@@ -364,7 +417,7 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_page_lists_the_architectures() -> None:
     assert [row[0].strip("`") for row in rows("Architectures")] == sorted(ARCHITECTURES)
-    assert set(NAMES) == {*FAMILIES, "mimo"}, (
+    assert set(NAMES) == {*FAMILIES, *NEWER, *WRAPPED, "mimo"}, (
         "transformers has no code for MiMo: tests make its checkpoints from Qwen2's"
     )
     assert set(NAMES.values()) == set(ARCHITECTURES)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,9 @@ from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import random_prompts, teacher_forced, transformers_model
 from tests.helpers.models.peft_adapters import spec_of
 
+WITH_PARTS = ("cohere2", "glm4", "granitemoehybrid", "apertus", "ministral3")
+"""Of the newer families: layers and names unlike those of all others."""
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
@@ -50,7 +54,7 @@ def logits_of(threads: RankThreads, tokens: list[int]) -> Tensor:
 
 @pytest.mark.sampled(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("family", short_and_long(FAMILIES, ["gemma2", "llama", "qwen2"]))
+@pytest.mark.parametrize("family", short_and_long([*FAMILIES, *WITH_PARTS], ["gemma2", "llama", "qwen2", "glm4"]))
 def test_logits_are_those_of_transformers(checkpoint: Callable[[str], Path], family: str) -> None:
     """With as many KV heads as ranks, and with fewer; a vocabulary that no number of ranks divides."""
     folder = checkpoint(family)
@@ -157,14 +161,15 @@ def test_parts_of_all_ranks_are_the_whole(checkpoint: Callable[[str], Path]) -> 
     [
         ({"num_heads": 6, "num_kv_heads": 2}, 4, "num_attention_heads 6 cannot be divided among 4 ranks"),
         ({"intermediate_size": 73}, 2, "intermediate_size 73 cannot"),
+        ({"head_norms": "all heads"}, 2, "q_norm and k_norm normalize all heads together, which 2 ranks have parts of"),
         ({"num_heads": 6, "num_kv_heads": 3}, 2, "num_key_value_heads 3 can be neither divided among 2 ranks nor"),
     ],
 )
 def test_models_that_cannot_be_divided(
-    checkpoint: Callable[[str], Path], change: dict[str, int], size: int, message: str
+    checkpoint: Callable[[str], Path], change: dict[str, Any], size: int, message: str
 ) -> None:
     with pytest.raises(ModelConfigError, match=message):
-        check_split(replace(spec_of(checkpoint("llama")), **change), size)  # type: ignore[arg-type]
+        check_split(replace(spec_of(checkpoint("llama")), **change), size)
 
 
 def test_a_rank_reads_its_part_of_a_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

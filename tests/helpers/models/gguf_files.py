@@ -22,7 +22,13 @@ Floats = NDArray[np.float32]
 Kinds = Callable[[str], Type]
 """The type of a tensor by its name in GGUF; norms and biases are F32 in any case."""
 
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "ministral3": "mistral3",
+    "olmo3": "olmo2",
+}
 """GGUF's by transformers' model_type, where they differ."""
 
 
@@ -75,6 +81,11 @@ def write_gguf(
     for name, values in _tensors(folder, config, architecture):
         kind = Type.F32 if values.ndim == 1 else kinds(name)
         writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
+    for kind in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
+        ends = (f".{layer}.mlp.act_fn.{kind}" for layer in range(config["num_hidden_layers"]))
+        stored = dict(_stored(folder))
+        numbers = [float(next(value for name, value in stored.items() if name.endswith(end)).flat[0]) for end in ends]
+        writer.add_array(f"xielu.{kind}", numbers)
     for name, values in (more_tensors or {}).items():
         writer.add_tensor(name, values)
     for name, factors in _rope_factors(config):
@@ -162,7 +173,10 @@ def gguf_name(name: str, architecture: str) -> str:
 @cache
 def _names(architecture: str) -> gguf.TensorNameMap:
     """A table of thousands of names: 40 ms of a processor."""
-    return gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), 100)
+    return gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper().replace("-", "_")), 100)
+
+
+_NEIGHBOURS = ("llama", "granite", "mistral3", "smollm3")
 
 
 def neighbours(values: Floats, heads: int) -> Floats:
@@ -180,11 +194,13 @@ def _stored(folder: Path) -> Iterator[tuple[str, Floats]]:
 def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterator[tuple[str, Floats]]:
     """Yield all tensors as GGUF has them."""
     for name, values in _stored(folder):
-        if architecture in ("llama", "granite") and ".q_proj" in name:
+        if ".act_fn." in name:
+            continue
+        if architecture in _NEIGHBOURS and (".q_proj" in name or ".q_norm" in name):
             values = neighbours(values, config["num_attention_heads"])
-        elif architecture in ("llama", "granite") and ".k_proj" in name:
+        elif architecture in _NEIGHBOURS and ".k_proj" in name:
             values = neighbours(values, config["num_key_value_heads"])
-        elif architecture.startswith("gemma") and name.endswith("norm.weight"):
+        elif architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             values = values + np.float32(1)
         yield gguf_name(name, architecture), values
 
@@ -200,8 +216,15 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_freq_base(full.get("rope_theta", 10_000.0))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    theta = full.get("rope_theta", 10_000.0)
+    if full.get("alpha"):
+        theta *= full["alpha"] ** (head_size / (head_size - 2))
+    writer.add_rope_freq_base(theta)
+    eps = next((config[name] for name in ("layer_norm_eps", "norm_eps", "norm_epsilon") if name in config), None)
+    if eps is not None:
+        writer.add_layer_norm_eps(eps)
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if architecture in ("llama", "granite"):
         writer.add_vocab_size(config["vocab_size"])
     share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
@@ -210,7 +233,16 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
         writer.add_key_length(head_size)
         writer.add_value_length(head_size)
     _write_rope_scaling(writer, full, config)
-    if config["model_type"] in ("mistral", "phi3", "gemma2", "gemma3_text"):
+    if full.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
+    if config["model_type"] in ("cohere2", "exaone4", "olmo3") and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+        if config["model_type"] != "cohere2":
+            writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
+    if config.get("logit_scale"):
+        writer.add_logit_scale(config["logit_scale"])
+    if config["model_type"] in ("mistral", "phi3", "gemma2", "gemma3_text", "starcoder2"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     if architecture == "gemma3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])

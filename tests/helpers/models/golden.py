@@ -94,8 +94,28 @@ def compare(ours: Continuation, theirs: Continuation, close: float) -> int:
     return len(ours.tokens)
 
 
-def check_bfloat16(folder: Path, prompt: list[int], **options: Any) -> None:
-    """Our bf16 logits differ from transformers' fp32 ones by no more than its own bf16 logits do, or little more."""
+def check_bits_of_chunks(model: Model) -> None:
+    """A prompt of 70 and 40 tokens after it: at once, as after a preemption; in random chunks; and one by one."""
+    (text,) = random_prompts(model.loaded.geometry.vocab_size, (110,))
+    (whole,) = model.driver(block_size=32).step([(Tokens(text, num_prompt=70), 110)])
+    rng = random.Random(3)
+    for steps in (iter(lambda: rng.randint(1, 30), None), iter([33, 36, 1] + [1] * 40)):
+        sequence, driver = Tokens(text, num_prompt=70), model.driver(block_size=8)
+        beside = Tokens(list(reversed(text)), num_prompt=110)
+        rows = []
+        while sequence.num_computed < 110:
+            work = [(sequence, min(next(steps), 110 - sequence.num_computed))]
+            if beside.num_computed < 110:
+                work.append((beside, 2))
+            rows.append(driver.step(work)[0])
+        assert torch.equal(torch.cat(rows).view(torch.int32), whole.view(torch.int32))
+
+
+def check_bfloat16(folder: Path, prompt: list[int], **options: Any) -> Model:
+    """Our bf16 logits differ from transformers' fp32 ones by no more than its own bf16 logits do, or little more.
+
+    Returns our model.
+    """
     exact, rounded = transformers_model(folder), transformers_model(folder, torch.bfloat16)
     wanted, theirs = teacher_forced(exact, prompt), teacher_forced(rounded, prompt)
     model = Model(folder, dtype="bfloat16", **options)
@@ -103,3 +123,4 @@ def check_bfloat16(folder: Path, prompt: list[int], **options: Any) -> None:
     their_error, our_error = ((found - wanted).square().mean().sqrt() for found in (theirs, ours))
     assert our_error <= 1.25 * their_error + 1e-3, (our_error, their_error)
     assert our_error < 0.1 * wanted.std()
+    return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.device import reference
-from executor_svc.device.kernels import AttentionShape, HeadNorms
+from executor_svc.device.kernels import AttentionShape, HeadNorms, PlainActivation
 from executor_svc.models.layers.rope import RopeConfig, RotaryTables, inverse_frequencies
 from tests.executor_svc.cpu.kernels.layout import as_shaped, plan_for
 from tests.executor_svc.driver import flat_batch
@@ -83,6 +84,38 @@ def test_rms_norm_with_a_wide_weight(seed: int, rows: int, width: int, dtype: to
         torch.testing.assert_close(found.double(), expected, rtol=half_ulp * 1.001, atol=1e-6)
 
 
+@given(seed=seeds, rows=st.integers(1, 20), width=widths, dtype=dtypes, scale=st.sampled_from([1.0, 0.22]))
+def test_layer_norm(seed: int, rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
+    """Alone and after a sum; far from 0, so that a mean that is left out shows; rounded once."""
+    x, residual = ((3 + randn(seed + i, rows, width)).to(dtype) for i in range(2))
+    weight, bias = 1 + randn(seed + 2, width) / 8, randn(seed + 3, width)
+    total = x * scale + residual
+    found, kept = KERNELS.add_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-5, scale)
+    assert torch.equal(kept, total)
+    for result, source in ((found, total), (KERNELS.layer_norm(x, weight, bias, 1e-5), x)):
+        assert result.dtype == dtype
+        expected = reference.layer_norm(source, weight, bias, 1e-5)
+        torch.testing.assert_close(result.double(), expected, rtol=TOLERANCE[dtype], atol=2e-5)
+
+
+@given(seed=seeds, rows=st.integers(1, 20), width=widths, dtype=dtypes, name=st.sampled_from(get_args(PlainActivation)))
+def test_activations_without_gate(seed: int, rows: int, width: int, dtype: torch.dtype, name: PlainActivation) -> None:
+    x, scalars = (randn(seed, rows, width) * 4).to(dtype), torch.tensor([0.7, 1.2, 0.4, -1e-6])
+    found = KERNELS.activate(x, name, scalars if name == "xielu" else None)
+    expected = reference.xielu(x, scalars) if name == "xielu" else getattr(reference, name)(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=2e-6)
+
+
+@pytest.mark.parametrize("name", get_args(PlainActivation))
+def test_activations_of_huge_numbers_and_nan(name: PlainActivation) -> None:
+    x, scalars = torch.tensor([[float("nan"), 1e30, -1e30, 0.0, -1e-9]]), torch.tensor([0.7, 1.2, 0.4, -1e-6])
+    found = KERNELS.activate(x, name, scalars)[0]
+    assert found[0].isnan()
+    assert not found[1:].isnan().any()
+    assert float(found[3:].abs().max()) < 1e-5
+
+
 @given(seed=seeds, rows=st.integers(1, 40), width=widths, gaps=st.tuples(*[st.integers(0, 40)] * 4), dtype=dtypes)
 def test_copied_columns(seed: int, rows: int, width: int, gaps: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """Bit by bit, and nothing beside them."""
@@ -115,6 +148,25 @@ def test_norm_heads(seed: int, tokens: int, sizes: tuple[int, int, int], dtype: 
     found = found.view(heads.shape)
     assert torch.equal(found[:, -kv_heads:], heads[:, -kv_heads:])
     assert not found[..., head_size:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(3, 1, 20), (4, 4, 16), (8, 2, 12)])
+def test_norm_of_all_heads_together(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
+    padded = KERNELS.padded_head_size(head_size)
+    shape = AttentionShape(heads, kv_heads, head_size, padded, 1.0)
+    qkv = torch.zeros(9, heads + 2 * kv_heads, padded, dtype=dtype)
+    qkv[..., :head_size] = randn(1, 9, heads + 2 * kv_heads, head_size).to(dtype)
+    weights = [torch.zeros(count, padded) for count in (heads, kv_heads)]
+    expected = qkv.double()
+    for index, (weight, first) in enumerate(zip(weights, (0, heads), strict=True)):
+        weight[:, :head_size] = 1 + randn(index + 2, len(weight), head_size) / 4
+        part = qkv[:, first : first + len(weight), :head_size].flatten(1)
+        normed = reference.rms_norm(part, weight[:, :head_size].flatten(), 1e-6)
+        expected[:, first : first + len(weight), :head_size] = normed.view(9, len(weight), head_size)
+    norms = HeadNorms(weights[0].flatten(), weights[1].flatten(), 1e-6, "all heads")
+    found = KERNELS.norm_heads(qkv.flatten(1).clone(), norms, shape).view(qkv.shape)
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
 @given(seed=seeds, rows=st.integers(1, 70), width=widths, dtype=dtypes, scale=st.sampled_from([0.01, 1, 9]))

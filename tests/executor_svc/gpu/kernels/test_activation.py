@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from executor_svc.device import reference
+from executor_svc.device.kernels import PlainActivation
 from executor_svc.gpu.kernels import activation
 
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -147,3 +149,17 @@ X = torch.zeros(4, 32)
 def test_what_is_refused(call: Callable[[], None], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@settings(max_examples=20)
+@given(seed=seeds, rows=st.integers(1, 5), width=widths, dtype=dtypes, name=st.sampled_from(get_args(PlainActivation)))
+def test_activations_without_gate(
+    seed: int, rows: int, width: int, dtype: torch.dtype, name: PlainActivation, device: torch.device
+) -> None:
+    x, scalars = (randn(seed, rows, width) * 4).to(dtype), torch.tensor([0.7, 1.2, 0.4, -1e-6])
+    out = torch.full((rows + 1, width), float("nan"), dtype=dtype, device=device)
+    used = scalars.to(device) if name == "xielu" else None
+    activation.activate(x.to(device), name, used, out[:rows])
+    expected = reference.xielu(x, scalars) if name == "xielu" else getattr(reference, name)(x)
+    torch.testing.assert_close(out[:rows].cpu().double(), expected, rtol=2 * UNIT[dtype] + 16 * EXP, atol=1e-5)
+    assert bool(out[rows:].isnan().all()), "rows that are not there are not written"

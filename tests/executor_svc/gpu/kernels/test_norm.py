@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor_svc.device import reference
+from executor_svc.device.kernels import HeadNorms
 from executor_svc.gpu.kernels import norm
 
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -146,3 +147,39 @@ WEIGHT = torch.ones(32)
 def test_what_is_refused(call: Callable[[], None], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@settings(max_examples=20)
+@given(seed=seeds, rows=st.integers(1, 9), width=widths, dtype=dtypes, scale=st.sampled_from([1.0, 0.22]))
+def test_layer_norm(seed: int, rows: int, width: int, dtype: torch.dtype, scale: float, device: torch.device) -> None:
+    """Alone and after a sum; far from 0, so that a mean that is left out shows."""
+    x, residual = ((3 + randn(seed + i, rows, width)).to(dtype) for i in range(2))
+    weight, bias = 1 + randn(seed + 2, width) / 8, randn(seed + 3, width)
+    total, out, alone = x * scale + residual, torch.empty_like(x).to(device), torch.empty_like(x).to(device)
+    kept = residual.to(device)
+    norm.add_layer_norm(guarded(x, device), kept, weight.to(device), bias.to(device), 1e-5, scale, out)
+    norm.layer_norm(guarded(x, device), weight.to(device), bias.to(device), 1e-5, alone)
+    assert torch.equal(kept.cpu(), total)
+    for found, source in ((out, total), (alone, x)):
+        expected = reference.layer_norm(source, weight, bias, 1e-5)
+        torch.testing.assert_close(found.cpu().double(), expected, rtol=2 * UNIT[dtype], atol=3e-5)
+
+
+@pytest.mark.parametrize("dtype", list(UNIT))
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(3, 1, 20), (4, 4, 16), (8, 2, 12)])
+def test_norm_of_all_heads_together(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    qkv = torch.zeros(9, heads + 2 * kv_heads, 24, dtype=dtype)
+    qkv[..., :size] = randn(1, 9, heads + 2 * kv_heads, size).to(dtype)
+    weights = [torch.zeros(count, 24) for count in (heads, kv_heads)]
+    expected = qkv.double()
+    for index, (weight, first) in enumerate(zip(weights, (0, heads), strict=True)):
+        weight[:, :size] = 1 + randn(index + 2, len(weight), size) / 4
+        part = qkv[:, first : first + len(weight), :size].flatten(1)
+        normed = reference.rms_norm(part, weight[:, :size].flatten(), 1e-6)
+        expected[:, first : first + len(weight), :size] = normed.view(9, len(weight), size)
+    found = guarded(qkv.flatten(1), device)
+    norms = HeadNorms(weights[0].flatten().to(device), weights[1].flatten().to(device), 1e-6, "all heads")
+    norm.norm_all_heads(found, norms, heads, kv_heads, size)
+    close(found, expected.flatten(1), 1.01 * UNIT[dtype] + SUMMED)

@@ -192,6 +192,47 @@ def test_where_it_rounds(dtype: torch.dtype, rotated: int, device: torch.device)
     assert torch.equal(cache[blocks, 1, :, offsets], heads[:, 5:])
 
 
+@pytest.mark.parametrize("dtype", list(UNIT))
+@pytest.mark.parametrize("rotated", [64, 24])
+def test_angles_in_fp32_round_the_sum_alone(dtype: torch.dtype, rotated: int, device: torch.device) -> None:
+    step = new_step(0, 20, (3, 2, 64, rotated), 16, dtype)
+    cos, sin = step.angles.cos(), step.angles.sin()
+    tables = torch.cat([cos, cos], -1).float(), torch.cat([-sin, sin], -1).float()
+    step.tables = lambda: tables  # type: ignore[method-assign]
+    q, cache, _ = step.run(device, step.new_cache(dtype))
+    cos, sin = (table[step.positions][:, None] for table in tables)
+    heads = step.qkv.view(20, -1, 64)
+    x = heads[:, :5, :rotated].float()
+    swapped = torch.cat([x[..., rotated // 2 :], x[..., : rotated // 2]], -1)
+    expected = heads[:, :5].clone()
+    expected[..., :rotated] = (x * cos + swapped * sin).to(dtype)
+    assert torch.equal(q, expected[:, :3])
+    assert torch.equal(cache[step.slots // 16, 0, :, step.slots % 16], expected[:, 3:])
+
+
+@pytest.mark.parametrize("dtype", list(UNIT))
+@pytest.mark.parametrize("rotated", [40, 16, 0])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_norms_after_the_rotation_and_scales_of_queries(
+    dtype: torch.dtype, rotated: int, in_place: bool, device: torch.device
+) -> None:
+    """What the rotation alone gives, normalized and multiplied; keys are not multiplied, values stay."""
+    step = new_step(1, 25, (3, 1, 40, rotated), 8, dtype)
+    weight, scales = (1 + randn(5, 40) / 4).to(dtype), (1 + randn(6, POSITIONS) / 4).to(dtype)
+    norms = HeadNorms(weight.to(device), weight.to(device), EPS, "heads after rope")
+    plain_q, plain_cache, _ = step.run(device, step.new_cache(dtype))
+    more = {"norms": norms, "query_scales": scales.to(device), "in_place": in_place}
+    q, cache, qkv = step.run(device, step.new_cache(dtype), **more)
+    factors = scales[step.positions].double()[:, None, None]
+    error = 4 * UNIT[dtype] + 2**-20
+    expected = reference.rms_norm(plain_q, weight, EPS) * factors
+    torch.testing.assert_close(q.double(), expected, rtol=error, atol=2**-22)
+    keys = reference.rms_norm(plain_cache[:, 0], weight, EPS)
+    torch.testing.assert_close(cache[:, 0].double(), keys, rtol=error, atol=2**-22)
+    assert torch.equal(cache[:, 1], plain_cache[:, 1])
+    assert torch.equal(qkv[:, 3 * 40 :], step.qkv[:, 3 * 40 :])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wide", [False, True])
 def test_where_norms_round(dtype: torch.dtype, wide: bool, device: torch.device) -> None:

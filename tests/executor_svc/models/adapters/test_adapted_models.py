@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "a layer": {
         "r": 2,
         "lora_alpha": 1,
-        "target_modules": ["q_proj", "qkv_proj", "down_proj"],
+        "target_modules": ["q_proj", "qkv_proj", "down_proj", "output_linear"],
         "layers_to_transform": [1],
     },
 }
@@ -111,7 +111,9 @@ def check_logits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", short_and_long(FAMILIES, ["gemma3_text", "llama", "phi3"]))
+@pytest.mark.parametrize(
+    "family", short_and_long([*FAMILIES, "glm4", "granitemoehybrid"], ["gemma3_text", "llama", "phi3", "glm4"])
+)
 def test_logits_are_those_of_peft(
     checkpoint: Callable[[str], Path], model: Callable[[str], Model], family: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,105 @@
+"""The fields of published config.json files: read, and each tensor of the model asked for by name and shape.
+
+No weights are there: tensors are shapes alone. The names are those of transformers' own model of the same fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
+from executor_svc.models.decoder import Decoder, is_ignored
+from executor_svc.models.registry import ARCHITECTURES, own_architecture
+from executor_svc.models.spec import DecoderSpec, linear_shapes
+
+FILES = sorted((Path(__file__).parents[2] / "data" / "published_configs").iterdir())
+MOST_LAYERS = 8
+"""Of a model that is built: more are alike."""
+
+
+@dataclass
+class Shapes:
+    """Implements `models.base.WeightSource` with tensors that have no numbers, and notes what was asked for."""
+
+    asked: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.asked[name] = shape
+        return torch.empty(shape, device="meta")
+
+    def open(self, name: str, shape: tuple[int, ...]) -> Stored:
+        return Stored(self.get(name, shape))
+
+    def open_linear(self, prefix: str, shape: tuple[int, int]) -> Stored:
+        return self.open(f"{prefix}.weight", shape)
+
+
+@dataclass
+class Stored:
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def blocks(self, rows: int) -> Iterator[Tensor]:
+        raise AssertionError("nothing is read")
+
+    def whole(self) -> Tensor:
+        return self.tensor
+
+
+class Builder:
+    """Implements `models.base.Builder` without memory."""
+
+    torch_device, dtype, kernels = torch.device("cpu"), torch.bfloat16, CpuKernels()
+
+    def prepare_linear(self, name: str, weight: Any, bias: Tensor | None = None) -> Any:
+        return tuple(weight.shape)
+
+    prepare_embedding = prepare_linear
+
+    def prepare_tied(self, name: str, weight: Any, bias: Tensor | None = None) -> Any:
+        return weight.shape, weight.shape
+
+
+def few_layers(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model with its first layers alone."""
+    lists = {name: content[name][:MOST_LAYERS] for name in ("layer_types", "no_rope_layers") if content.get(name)}
+    return {**content, "num_hidden_layers": min(MOST_LAYERS, content["num_hidden_layers"]), **lists}
+
+
+def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors of the text part."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {name: value for name, value in content.items() if name not in ("architectures", "model_type")}
+    config = AutoConfig.for_model(content["model_type"], **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(value.shape) or (1,) for name, value in model.state_dict().items()}
+    return {name: shape for name, shape in shapes.items() if not is_ignored(name, spec)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_every_tensor_has_its_name_and_shape(path: Path) -> None:
+    content = json.loads(path.read_text())
+    name = own_architecture(content["architectures"])
+    assert name is not None
+    whole = ARCHITECTURES[name](content)
+    text = content.get("text_config", content)
+    assert whole.num_layers == text["num_hidden_layers"]
+    assert whole.num_linear_elements == sum(rows * columns for _, (rows, columns) in linear_shapes(whole))
+    small = few_layers(text)
+    spec = ARCHITECTURES[name]({**content, "text_config": small} if text is not content else small)
+    source = Shapes()
+    Decoder(spec, 64, source, Builder())
+    assert source.asked == by_transformers(small, spec)

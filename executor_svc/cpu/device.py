@@ -25,7 +25,7 @@ from executor_svc.cpu_memory import free_memory_bytes, one_at_a_time, promise_me
 from executor_svc.device.dense_rows import DenseRows
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores
 from executor_svc.device.kernels import Embedding, Kernels, Linear, TableEmbedding, WeightRows
-from executor_svc.device.kv_cache import DraftLayers, KVCache, KVGroup
+from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
 from executor_svc.device.stored_linear import FewBits, Form, QuantFormat, QuantRows, StoredLinear
 from executor_svc.models.fit.text import fit_sentence
 from executor_svc.plan.description import ModelGeometry
@@ -226,10 +226,10 @@ class CpuDevice:
     def _new_kv_cache(
         self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int, draft: DraftLayers | None
     ) -> KVCache:
-        head_size = self._kernels.padded_head_size(geometry.head_size)
-        target = KVGroup(geometry.num_layers, geometry.num_kv_heads, head_size)
         draft = draft or DraftLayers((), 0)
-        size = sum(group.block_bytes(config.block_size, self.dtype) for group in (target, *draft.groups))
+        head_size = self._kernels.padded_head_size(geometry.head_size)
+        layout = model_layout(geometry, head_size, draft, config.block_size, self.dtype)
+        size = layout.bytes_per_block
         device_blocks = config.num_gpu_blocks
         host_bytes = config.num_cpu_blocks * size
         free = self.free_memory_bytes()
@@ -249,17 +249,7 @@ class CpuDevice:
                 f"--num-gpu-blocks {device_blocks} and --num-cpu-blocks {config.num_cpu_blocks} need "
                 f"{device_blocks * size + host_bytes} bytes, {free} are free"
             )
-        return KVCache(
-            geometry.num_layers,
-            geometry.num_kv_heads,
-            head_size,
-            config.block_size,
-            device_blocks,
-            config.num_cpu_blocks,
-            self.dtype,
-            self.torch_device,
-            draft.groups,
-        )
+        return KVCache(layout, device_blocks, config.num_cpu_blocks, self.torch_device, len(draft.layers))
 
     def _budget(
         self, geometry: ModelGeometry, config: ExecutorConfig, size: int, free: int, weight_bytes: int

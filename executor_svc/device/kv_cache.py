@@ -1,11 +1,10 @@
-"""KV memory in blocks: a device pool and a host pool, with block moves within and between them.
+"""KV memory in pages: a device pool and a host pool, with moves of pages within and between them.
 
-Layout of each layer: [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size]. A block's data in a layer is one
-contiguous piece, which copies and swaps move as a whole. The order within a head is device-specific (keys on the CPU
-are [head_size, block_size], see `cpu.kernels.rope`). The host pool keeps all layers of a block side by side.
+Both are [num_pages, page_bytes]; `kv_layout` says where each layer lies in the pages. Copies and swaps move whole
+pages. A layer's view is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size], with the pages as its blocks. The
+order within a head is device-specific (keys on the CPU are [head_size, block_size], see `cpu.kernels.rope`).
 
-A draft model or head has layers of its own in the same blocks, perhaps with other KV heads and another head size: a
-group of layers with pools of its own, moved together with those of the target.
+A draft model or head has layers of its own in the same pages, perhaps with other KV heads and another head size.
 """
 
 from __future__ import annotations
@@ -16,88 +15,66 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from executor_svc.device.host_memory import new_memory
+from executor_svc.device.kv_layout import KVLayout, LayerKV
+from executor_svc.plan.description import ModelGeometry
+
 BlockIds = Sequence[int] | Tensor
-
-
-def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block over all layers; head_size: as stored, with padding."""
-    return num_layers * 2 * num_kv_heads * block_size * head_size * dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class KVGroup:
-    """Layers with the same shape of keys and values."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    """As stored, with padding."""
-
-    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one block over the layers of this group."""
-        return block_bytes(self.num_layers, self.num_kv_heads, block_size, self.head_size, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLayers:
     """What a draft model or head adds to a target's memory."""
 
-    groups: tuple[KVGroup, ...]
-    """Its layers, in their order."""
+    layers: tuple[LayerKV, ...]
     weight_bytes: int
     """Bytes of its weights, which are in memory when the pools are sized."""
 
 
-class _Pools:
-    """The memory of one group of layers, on the device and on the host."""
-
-    def __init__(
-        self,
-        group: KVGroup,
-        block_size: int,
-        num_device_blocks: int,
-        num_host_blocks: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        block = (2, group.num_kv_heads, block_size, group.head_size)
-        self.device = torch.empty(group.num_layers, num_device_blocks, *block, dtype=dtype, device=device)
-        self.host = torch.empty(num_host_blocks, group.num_layers, *block, dtype=dtype)
+def model_layout(
+    geometry: ModelGeometry, head_size: int, draft: DraftLayers, block_size: int, dtype: torch.dtype
+) -> KVLayout:
+    """Return the layout of a target's layers and then its draft's; head_size: of the target, with padding."""
+    target = (LayerKV(geometry.num_kv_heads, head_size),) * geometry.num_layers
+    return KVLayout.of((*target, *draft.layers), block_size, dtype)
 
 
 class KVCache:
     """Both pools of one model, and of its draft if it has one.
 
-    Their memory is not initialized: attention never reads unwritten places.
+    Attention never reads unwritten places.
     """
 
     def __init__(
         self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_size: int,
-        block_size: int,
+        layout: KVLayout,
         num_device_blocks: int,
         num_host_blocks: int,
-        dtype: torch.dtype,
         device: torch.device,
-        draft: Sequence[KVGroup] = (),
+        num_draft_layers: int = 0,
     ) -> None:
-        """Reserve memory for the blocks of all layers; head_size: as stored, with padding; draft: further layers."""
-        self.block_size = block_size
+        """Reserve memory for the blocks of all layers, the last num_draft_layers of which are the draft's."""
+        assert layout.pages_per_block == (1,), "blocks of several pages, or of several groups"
+        self.layout = layout
+        self.block_size = layout.block_size
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
-        self.dtype = dtype
-        groups = (KVGroup(num_layers, num_kv_heads, head_size), *draft)
-        self.bytes_per_block = sum(group.block_bytes(block_size, dtype) for group in groups)
-        sizes = block_size, num_device_blocks, num_host_blocks, dtype, device
-        self._pools = [_Pools(group, *sizes) for group in groups]
-        self.layers: tuple[Tensor, ...] = self._pools[0].device.unbind(0)
+        self.dtype = layout.dtype
+        self.bytes_per_block = layout.page_bytes
+        self.pool = self._new_pool(num_device_blocks, device)
+        """[num_device_blocks, page_bytes] uint8, on the device."""
+        self.host = self._new_pool(num_host_blocks, torch.device("cpu"))
+        layers, num_layers = layout.views(self.pool), len(layout.layers) - num_draft_layers
+        self.layers: tuple[Tensor, ...] = layers[:num_layers]
         """The target's."""
-        self.draft_layers: tuple[Tensor, ...] = tuple(layer for pools in self._pools[1:] for layer in pools.device)
-        """The draft's, in the order of its groups."""
-        self._all_layers = (*self.layers, *self.draft_layers)
-        self._host_layers = tuple(layer for pools in self._pools for layer in pools.host.unbind(1))
+        self.draft_layers: tuple[Tensor, ...] = layers[num_layers:]
+        """The draft's."""
+
+    def _new_pool(self, num_pages: int, device: torch.device) -> Tensor:
+        sizes = num_pages, self.bytes_per_block
+        if device.type == "cpu":
+            return new_memory(num_pages * self.bytes_per_block).view(sizes)
+        return torch.empty(sizes, dtype=torch.uint8, device=device)
 
     def warm_up(self) -> None:
         """Prepare block moves, so that no step waits for their setup; the contents do not change."""
@@ -130,19 +107,13 @@ class KVCache:
 
     def _copy(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy checked blocks; ids are int64 on the CPU and may be empty."""
-        _move(self._all_layers, sources, self._all_layers, destinations)
+        self.pool.index_copy_(0, destinations, self.pool.index_select(0, sources))
 
     def _swap_out(self, device_ids: Tensor, host_ids: Tensor) -> None:
-        _move(self._all_layers, device_ids, self._host_layers, host_ids)
+        self.host.index_copy_(0, host_ids, self.pool.index_select(0, device_ids))
 
     def _swap_in(self, host_ids: Tensor, device_ids: Tensor) -> None:
-        _move(self._host_layers, host_ids, self._all_layers, device_ids)
-
-
-def _move(source: Sequence[Tensor], sources: Tensor, target: Sequence[Tensor], destinations: Tensor) -> None:
-    if sources.numel():
-        for from_layer, to_layer in zip(source, target, strict=True):
-            to_layer.index_copy_(0, destinations, from_layer.index_select(0, sources))
+        self.pool.index_copy_(0, device_ids, self.host.index_select(0, host_ids))
 
 
 def _checked(ids: BlockIds, num_blocks: int, what: str) -> Tensor:

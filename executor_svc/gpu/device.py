@@ -14,7 +14,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.dense_rows import DenseRows
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores, is_interpreted
 from executor_svc.device.kernels import Embedding, Linear, TableEmbedding, WeightRows
-from executor_svc.device.kv_cache import DraftLayers, KVCache, KVGroup
+from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
 from executor_svc.device.stored_linear import FewBits, QuantRows, StoredLinear
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
@@ -183,9 +183,10 @@ class GpuDevice:
         Weights must be in memory already. A pool is never larger than max_num_seqs sequences of max_model_len could
         use.
         """
+        draft = draft or DraftLayers((), 0)
         head_size = self._kernels.padded_head_size(geometry.head_size)
-        groups = (KVGroup(geometry.num_layers, geometry.num_kv_heads, head_size), *(draft.groups if draft else ()))
-        size = sum(group.block_bytes(config.block_size, self.kv_dtype) for group in groups)
+        layout = model_layout(geometry, head_size, draft, config.block_size, self.kv_dtype)
+        size = layout.bytes_per_block
         beside = step_bytes + staging_blocks(config.num_cpu_blocks, size) * size
         blocks = config.num_gpu_blocks
         if blocks is None:
@@ -207,17 +208,7 @@ class GpuDevice:
                 f"--num-cpu-blocks {config.num_cpu_blocks} needs {host_bytes} bytes of the host's memory, {host_free} "
                 "are free"
             )
-        return GpuKVCache(
-            geometry.num_layers,
-            geometry.num_kv_heads,
-            head_size,
-            config.block_size,
-            blocks,
-            config.num_cpu_blocks,
-            self.kv_dtype,
-            self.torch_device,
-            draft=groups[1:],
-        )
+        return GpuKVCache(layout, blocks, config.num_cpu_blocks, self.torch_device, len(draft.layers))
 
     def _bytes_for_kv(self, config: ExecutorConfig, beside: int) -> int:
         """Return the bytes left for the pool, after `beside` bytes and everything in memory."""

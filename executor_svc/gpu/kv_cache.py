@@ -10,15 +10,16 @@ host block. The host never waits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from executor_svc.device.kv_cache import KVCache, KVGroup
-from executor_svc.gpu.kernels.copy_blocks import copy_blocks
+from executor_svc.device.kv_cache import KVCache
+from executor_svc.device.kv_layout import KVLayout
+from executor_svc.gpu.kernels.copy_pages import copy_pages
 
 STAGING_BYTES = 256 << 20
 """Default size of the staging buffer; a larger swap waits for the bus."""
@@ -126,105 +127,12 @@ class CudaStreams:
 class _StagingPart:
     """A part of the staging buffer."""
 
-    blocks: Tensor
-    """[blocks, layers, ...], as the host pool."""
-    by_layer: Tensor
-    """The same memory as [layers, blocks, ...], as the device pool."""
+    pages: Tensor
+    """[pages, bytes of a page] uint8, as both pools."""
     full: Any
     """Event: it holds the data of a swap."""
     free: Any
     """Event: it may be overwritten."""
-
-
-class _Moves:
-    """The moves of one group of layers, through a staging buffer of its own."""
-
-    def __init__(self, pool: Tensor, host: Tensor, staging_bytes: int, streams: Streams) -> None:
-        """pool: [layers, blocks, ...] on the device; host: [blocks, layers, ...]."""
-        self._device, self._host, self._streams = pool, host, streams
-        self._parts = self._staging(staging_bytes)
-        self._next_part = 0
-
-    def _staging(self, staging_bytes: int) -> list[_StagingPart]:
-        host = self._host
-        num_blocks, block = len(host), host.shape[1:]
-        blocks = staging_blocks(num_blocks, block.numel() * host.element_size(), staging_bytes)
-        if not blocks:
-            return []
-        staging = torch.empty(_NUM_PARTS, blocks // _NUM_PARTS, *block, dtype=host.dtype, device=self._device.device)
-        new_event = self._streams.new_event
-        return [_StagingPart(part, part.transpose(0, 1), new_event(), new_event()) for part in staging.unbind(0)]
-
-    def warm_up(self) -> None:
-        """As in `KVCache`."""
-        if self._device.shape[1]:
-            first = torch.zeros(1, dtype=torch.int64)
-            self._move(self._device, self._device, first, first, 1)
-            for part in self._parts[:1]:
-                self._move(self._device, part.by_layer, first, None, 1)
-                self._move(part.by_layer, self._device, None, first, 1)
-                self._streams.record_compute(part.free)
-
-    def copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """As in `KVCache`, like the following methods, for checked ids."""
-        # Plans have no block on both sides, so this is one launch. Otherwise read blocks before they are overwritten.
-        late = torch.isin(sources, destinations)
-        num_late = int(late.sum())
-        if not num_late:
-            self._move(self._device, self._device, sources, destinations, len(sources))
-            return
-        kept = self._device.new_empty(self._device.shape[0], num_late, *self._device.shape[2:])
-        self._move(self._device, kept, sources[late], None, num_late)
-        self._move(self._device, self._device, sources[~late], destinations[~late], len(sources) - num_late)
-        self._move(kept, self._device, None, destinations[late], num_late)
-
-    def swap_out(self, device_ids: Tensor, host_ids: Tensor) -> None:
-        for part, start, stop in self._in_parts(host_ids):
-            self._streams.compute_waits(part.free)
-            self._move(self._device, part.by_layer, device_ids[start:stop], None, stop - start)
-            self._streams.record_compute(part.full)
-            self._streams.side_waits(part.full)
-            for at, block, count in _runs(host_ids[start:stop]):
-                self._transfer(self._host[block : block + count], part.blocks[at : at + count])
-            self._streams.record_side(part.free)
-
-    def swap_in(self, host_ids: Tensor, device_ids: Tensor) -> None:
-        for part, start, stop in self._in_parts(host_ids):
-            self._streams.side_waits(part.free)
-            for at, block, count in _runs(host_ids[start:stop]):
-                self._transfer(part.blocks[at : at + count], self._host[block : block + count])
-            self._streams.record_side(part.full)
-            self._streams.compute_waits(part.full)
-            self._move(part.by_layer, self._device, None, device_ids[start:stop], stop - start)
-            self._streams.record_compute(part.free)
-
-    def _in_parts(self, ids: Tensor) -> Iterator[tuple[_StagingPart, int, int]]:
-        """Split pairs into ranges, each with the least recently used part of the staging buffer."""
-        start = 0
-        while start < len(ids):
-            part = self._parts[self._next_part]
-            self._next_part = (self._next_part + 1) % len(self._parts)
-            stop = min(start + part.blocks.shape[0], len(ids))
-            yield part, start, stop
-            start = stop
-
-    def _move(
-        self, source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_pairs: int
-    ) -> None:
-        """Enqueue `copy_blocks`, for ids on the host."""
-        if num_pairs:
-            read, written = self._on_device(source_ids), self._on_device(target_ids)
-            self._streams.compute(lambda: copy_blocks(source, target, read, written, num_pairs))
-
-    def _on_device(self, ids: Tensor | None) -> Tensor | None:
-        # PyTorch's cache of pinned memory keeps this until the copy is done.
-        if ids is None or self._device.device.type != "cuda":
-            return ids
-        return ids.pin_memory().to(self._device.device, non_blocking=True)
-
-    def _transfer(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy of one contiguous piece between the staging buffer and pinned memory."""
-        self._streams.side(lambda: _copy_over(target, source))
 
 
 class GpuKVCache(KVCache):
@@ -236,50 +144,102 @@ class GpuKVCache(KVCache):
 
     def __init__(
         self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_size: int,
-        block_size: int,
+        layout: KVLayout,
         num_device_blocks: int,
         num_host_blocks: int,
-        dtype: torch.dtype,
         device: torch.device,
+        num_draft_layers: int = 0,
+        *,
         staging_bytes: int = STAGING_BYTES,
         streams: Streams | None = None,
-        draft: Sequence[KVGroup] = (),
     ) -> None:
-        """Reserve memory for the blocks of all layers, and for the staging buffers if there are host blocks.
-
-        staging_bytes: of all groups; each has its share, so that their staging buffers hold the same number of blocks.
-        """
-        sizes = num_layers, num_kv_heads, head_size, block_size, num_device_blocks, num_host_blocks
-        super().__init__(*sizes, dtype, device, draft)
+        """Reserve memory for the blocks of all layers, and for the staging buffer if there are host blocks."""
+        super().__init__(layout, num_device_blocks, num_host_blocks, device, num_draft_layers)
         on_gpu = device.type == "cuda"
         self.streams: Streams = streams or (CudaStreams(device) if on_gpu else NoStreams())
-        self._moves: list[_Moves] = []
-        for pools in self._pools:
-            if on_gpu and num_host_blocks:
-                _pin(self, pools.host)
-            group_bytes = pools.host.shape[1:].numel() * dtype.itemsize
-            share = staging_bytes * group_bytes // self.bytes_per_block
-            self._moves.append(_Moves(pools.device, pools.host, share, self.streams))
+        if on_gpu and num_host_blocks:
+            _pin(self, self.host)
+        self._parts = self._staging(staging_bytes)
+        self._next_part = 0
+
+    def _staging(self, staging_bytes: int) -> list[_StagingPart]:
+        pages = staging_blocks(self.num_host_blocks, self.bytes_per_block, staging_bytes)
+        if not pages:
+            return []
+        sizes = _NUM_PARTS, pages // _NUM_PARTS, self.bytes_per_block
+        staging = torch.empty(sizes, dtype=torch.uint8, device=self.pool.device)
+        new_event = self.streams.new_event
+        return [_StagingPart(part, new_event(), new_event()) for part in staging.unbind(0)]
 
     def warm_up(self) -> None:
         """Compile the kernels of block moves; the contents do not change."""
-        for moves in self._moves:
-            moves.warm_up()
+        if len(self.pool):
+            first = torch.zeros(1, dtype=torch.int64)
+            self._move(self.pool, self.pool, first, first, 1)
+            for part in self._parts[:1]:
+                self._move(self.pool, part.pages, first, None, 1)
+                self._move(part.pages, self.pool, None, first, 1)
+                self.streams.record_compute(part.free)
 
     def _copy(self, sources: Tensor, destinations: Tensor) -> None:
-        for moves in self._moves:
-            moves.copy(sources, destinations)
+        # Plans have no block on both sides, so this is one launch. Otherwise read blocks before they are overwritten.
+        late = torch.isin(sources, destinations)
+        num_late = int(late.sum())
+        if not num_late:
+            self._move(self.pool, self.pool, sources, destinations, len(sources))
+            return
+        kept = self.pool.new_empty(num_late, self.bytes_per_block)
+        self._move(self.pool, kept, sources[late], None, num_late)
+        self._move(self.pool, self.pool, sources[~late], destinations[~late], len(sources) - num_late)
+        self._move(kept, self.pool, None, destinations[late], num_late)
 
     def _swap_out(self, device_ids: Tensor, host_ids: Tensor) -> None:
-        for moves in self._moves:
-            moves.swap_out(device_ids, host_ids)
+        for part, start, stop in self._in_parts(host_ids):
+            self.streams.compute_waits(part.free)
+            self._move(self.pool, part.pages, device_ids[start:stop], None, stop - start)
+            self.streams.record_compute(part.full)
+            self.streams.side_waits(part.full)
+            for at, page, count in _runs(host_ids[start:stop]):
+                self._transfer(self.host[page : page + count], part.pages[at : at + count])
+            self.streams.record_side(part.free)
 
     def _swap_in(self, host_ids: Tensor, device_ids: Tensor) -> None:
-        for moves in self._moves:
-            moves.swap_in(host_ids, device_ids)
+        for part, start, stop in self._in_parts(host_ids):
+            self.streams.side_waits(part.free)
+            for at, page, count in _runs(host_ids[start:stop]):
+                self._transfer(part.pages[at : at + count], self.host[page : page + count])
+            self.streams.record_side(part.full)
+            self.streams.compute_waits(part.full)
+            self._move(part.pages, self.pool, None, device_ids[start:stop], stop - start)
+            self.streams.record_compute(part.free)
+
+    def _in_parts(self, ids: Tensor) -> Iterator[tuple[_StagingPart, int, int]]:
+        """Split pairs into ranges, each with the least recently used part of the staging buffer."""
+        start = 0
+        while start < len(ids):
+            part = self._parts[self._next_part]
+            self._next_part = (self._next_part + 1) % len(self._parts)
+            stop = min(start + len(part.pages), len(ids))
+            yield part, start, stop
+            start = stop
+
+    def _move(
+        self, source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_pairs: int
+    ) -> None:
+        """Enqueue `copy_pages`, for ids on the host."""
+        if num_pairs:
+            read, written = self._on_device(source_ids), self._on_device(target_ids)
+            self.streams.compute(lambda: copy_pages(source, target, read, written, num_pairs))
+
+    def _on_device(self, ids: Tensor | None) -> Tensor | None:
+        # PyTorch's cache of pinned memory keeps this until the copy is done.
+        if ids is None or self.pool.device.type != "cuda":
+            return ids
+        return ids.pin_memory().to(self.pool.device, non_blocking=True)
+
+    def _transfer(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue a copy of one contiguous piece between the staging buffer and pinned memory."""
+        self.streams.side(lambda: _copy_over(target, source))
 
 
 def _copy_over(target: Tensor, source: Tensor) -> None:

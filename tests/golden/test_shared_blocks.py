@@ -60,7 +60,7 @@ class Run(Stepper):
         super().__init__(model)
         made = self.executor
         pools = made._pools
-        for layer in (*pools.layers, *pools._host_layers):
+        for layer in (*pools.layers, *pools.layout.views(pools.host)):
             layer.fill_(float("nan"))
         self.runner = Watched(made._runner)
         self.executor = StepExecutor(self.runner, pools, replace(made.limits, num_host_blocks=pools.num_host_blocks))

@@ -41,7 +41,8 @@ def attention(code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, 
     """Add the kernel; returns its name.
 
     Items: one per query tile and some KV heads. Arguments: items, q [T, H, DP], the stride of its tokens in bytes,
-    kv_layer, out [T, H * DP], and the table of `CpuAttentionPlan`.
+    kv_layer, bytes from one of its blocks to the next and from a block's keys to its values, out [T, H * DP], and the
+    table of `CpuAttentionPlan`.
     """
     return _AttentionKernel(code, dtype, shape, block_size, max_model_len).add()
 
@@ -63,6 +64,8 @@ class _QueryTile:
     """Its tokens attend to keys of the sequence's blocks low to high - 1."""
     blocks: Int
     """Address of the sequence's block table."""
+    stride: Int
+    """Bytes from one block to the next."""
     keys: Int
     """Address of the first KV head's keys in block 0."""
     values: Int
@@ -97,7 +100,6 @@ class _AttentionKernel:
         self._score_bytes = _score_stride(max_model_len) * _FLOAT
         self._scratch_bytes = scratch_bytes(shape, max_model_len)
         self._head_bytes = block_size * self._width * self._size
-        self._block_bytes = 2 * shape.num_kv_heads * block_size * self._width * self._size
         self._group_bytes = shape.group * self._width * self._size
         self._registers = 24 if code.isa.has("avx512f") else 6
         window = "" if shape.window is None else f"_window{shape.window}"
@@ -106,7 +108,7 @@ class _AttentionKernel:
         self._name = f"attention_{dtype}_{sizes}_{shape.scale}{window}{cap}"
 
     def add(self) -> str:
-        return self._code.kernel(self._name, 6, self._item)
+        return self._code.kernel(self._name, 8, self._item)
 
     def _item(
         self,
@@ -117,17 +119,20 @@ class _AttentionKernel:
         q: Int,
         q_stride: Int,
         kv_layer: Int,
+        stride: Int,
+        values: Int,
         out: Int,
         table: Int,
     ) -> None:
         row_bytes, rows = self._width * _FLOAT, _scratch_rows(self._shape)
-        tile = self._tile(emit, item, kv_layer, table)
+        cache = kv_layer, stride, values
+        tile = self._tile(emit, item, cache, table)
         queries = emit.load_int(table + 24) + thread * self._scratch_bytes
         sums = queries + rows * row_bytes
         inverses = sums + rows * row_bytes
         work = _Work(
             tile=tile,
-            coming=self._tile(emit, (item + emit.load_int(table + 32)).least(items - 1), kv_layer, table),
+            coming=self._tile(emit, (item + emit.load_int(table + 32)).least(items - 1), cache, table),
             first=tile.first_seen // _ALIGNED * _ALIGNED,
             queries=queries,
             scores=inverses + rows * (LANES * _FLOAT),
@@ -151,7 +156,8 @@ class _AttentionKernel:
         self._score(emit, work)
         emit.loop(0, tile.tokens, 1, lambda token, _: self._finish_token(emit, work, token, out + tile.head * group))
 
-    def _tile(self, emit: Emitter, item: Int, kv_layer: Int, table: Int) -> _QueryTile:
+    def _tile(self, emit: Emitter, item: Int, cache: tuple[Int, Int, Int], table: Int) -> _QueryTile:
+        kv_layer, stride, values = cache
         all_heads, heads = self._shape.num_kv_heads, emit.load_int(table + 40)
         items = emit.integer(all_heads) // heads  # of a query tile
         record = emit.load_int(table) + item // items * (8 * TILE_FIELDS)
@@ -167,8 +173,9 @@ class _AttentionKernel:
             low=first_seen // self._block,
             high=(position + tokens - 1) // self._block + 1,
             blocks=emit.load_int(table + 8) + sequence * emit.load_int(table + 16),
+            stride=stride,
             keys=kv_layer + head * self._head_bytes,
-            values=kv_layer + (head + all_heads) * self._head_bytes,
+            values=kv_layer + values + head * self._head_bytes,
         )
 
     def _first_seen(self, emit: Emitter, position: Int) -> Int:
@@ -243,7 +250,7 @@ class _AttentionKernel:
             following = [
                 self._following(emit, block + which, (tile, tile.keys), (tile, tile.values)) for which in range(at_once)
             ]
-            keys = [self._of_block(emit, tile.blocks, tile.keys, block + which) for which in range(at_once)]
+            keys = [_of_block(emit, tile.stride, tile.blocks, tile.keys, block + which) for which in range(at_once)]
             into = scores + (block * self._block - work.first) * _FLOAT
 
             def head(index: Int, _: list[Vec]) -> None:
@@ -263,12 +270,8 @@ class _AttentionKernel:
         ahead = block + max(1, _AHEAD // self._block)
         inside = ahead.less(tile.high)
         after = (next_tile.low + (ahead - tile.high)).least(next_tile.high - 1)
-        return self._of_block(
-            emit, tile.blocks.where(inside, next_tile.blocks), base.where(inside, next_base), ahead.where(inside, after)
-        )
-
-    def _of_block(self, emit: Emitter, blocks: Int, base: Int, block: Int) -> Int:
-        return base + emit.load_int32(blocks + block * 4) * self._block_bytes
+        blocks, start = tile.blocks.where(inside, next_tile.blocks), base.where(inside, next_base)
+        return _of_block(emit, tile.stride, blocks, start, ahead.where(inside, after))
 
     def _score_helper(self, rows: int, blocks: int) -> Callable[..., None]:
         """Add a helper: scores of `rows` queries with all keys of some consecutive blocks of the sequence."""
@@ -319,7 +322,7 @@ class _AttentionKernel:
         weigh = self._weigh_helper()
 
         def block(index: Int, _: list[Vec]) -> None:
-            values = self._of_block(emit, tile.blocks, tile.values, index)
+            values = _of_block(emit, tile.stride, tile.blocks, tile.values, index)
             following = self._following(emit, index, (tile, tile.values), (coming, coming.keys))
             begin = index * self._block
             first, last = begin.most(lowest), (begin + self._block).least(position + 1)
@@ -385,6 +388,11 @@ class _AttentionKernel:
                     emit.store(total, place, "float32")
 
         return self._code.helper(f"{self._name}_values_{rows}", 6, body)
+
+
+def _of_block(emit: Emitter, stride: Int, blocks: Int, base: Int, block: Int) -> Int:
+    """Return the address of what lies at `base` in block 0, in the sequence's block with this index."""
+    return base + emit.load_int32(blocks + block * 4) * stride
 
 
 def _parts(places: Sequence[tuple[int, int, int]], most: int) -> list[Sequence[tuple[int, int, int]]]:

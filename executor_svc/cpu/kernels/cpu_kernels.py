@@ -16,7 +16,6 @@ from executor_svc.cpu.kernels import rope as rotary
 from executor_svc.cpu.kernels.amx import many_rows, product, row_tiles
 from executor_svc.cpu.kernels.attention_plan import CpuAttentionPlan
 from executor_svc.cpu.kernels.codegen.compiled import Code, shared_code
-from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
 from executor_svc.cpu.kernels.lora.launches import AdapterLaunches
@@ -24,12 +23,16 @@ from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces, CpuEmbeddingP
 from executor_svc.cpu.kernels.lora.rows import CpuAdapterRows
 from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_rows
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
-from executor_svc.cpu.kernels.panels import PanelWriter, new_memory, take_panel_rows
+from executor_svc.cpu.kernels.panels import PanelWriter, take_panel_rows
 from executor_svc.cpu.kernels.quantized import embedding_rows
 from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host, PackedWeightPart, Part, PartLaunches, RowForms
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
+from executor_svc.cpu.kernels.tensors import addresses as _addresses
+from executor_svc.cpu.kernels.tensors import cache_arguments
+from executor_svc.cpu.kernels.tensors import dtype_of as _dtype
 from executor_svc.cpu.kernels.workspace import Workspace
 from executor_svc.device.adapters import AdapterPlaces, AdapterRows, EmbeddingPlaces
+from executor_svc.device.host_memory import new_memory
 from executor_svc.device.kernels import (
     AttentionPlan,
     AttentionShape,
@@ -215,7 +218,11 @@ class CpuKernels:
         if after is not None:
             rotation = replace(rotation, norm_dtype=_dtype(after.q), norm_eps=after.eps)
         kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rotation, kv_layer.shape[3])
-        arguments = (*_addresses(qkv, rope.cos, rope.sin, rope.rows), plan.slots.ctypes.data, kv_layer.data_ptr())
+        arguments = (
+            *_addresses(qkv, rope.cos, rope.sin, rope.rows),
+            plan.slots.ctypes.data,
+            *cache_arguments(kv_layer),
+        )
         arguments += (0,) if rope.query_scales is None else _addresses(rope.query_scales)
         arguments += (0, 0) if after is None else _addresses(after.q, after.k)
         self._launch(KernelLaunch(kernel, "rows", rotary.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
@@ -230,7 +237,7 @@ class CpuKernels:
         block_size = kv_layer.shape[3]
         kernel = cpu_attention.attention(self._code, _dtype(q), shape, block_size, plan.max_model_len)
         stride = q.stride(0) * q.element_size()
-        arguments = (q.data_ptr(), stride, kv_layer.data_ptr(), out.data_ptr(), plan.table.ctypes.data)
+        arguments = (q.data_ptr(), stride, *cache_arguments(kv_layer), out.data_ptr(), plan.table.ctypes.data)
         self._launch(KernelLaunch(kernel, plan.name, 1, 1, arguments), plan.num_tiles)
         return out
 
@@ -394,13 +401,3 @@ class CpuKernels:
         if self._recording is not None:
             self._recording.announce(weight)
         self._launch(launch, count)
-
-
-def _dtype(x: Tensor) -> Dtype:
-    return DTYPES[x.dtype]
-
-
-def _addresses(*tensors: Tensor) -> tuple[int, ...]:
-    """Return the address of a contiguous tensor; raises AssertionError for another one."""
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    return tuple(tensor.data_ptr() for tensor in tensors)

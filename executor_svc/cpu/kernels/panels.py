@@ -8,10 +8,8 @@ unit, the step numbers of one row, has 4 bytes in every dtype, so that rows beco
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
-import mmap
 from typing import Any
 
 import torch
@@ -23,9 +21,9 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.norm import each_piece
 from executor_svc.cpu.kernels.panel_layout import PANEL, UNIT_BYTES, inner_step
+from executor_svc.device.host_memory import new_memory
 
 _PANEL_UNIT_BYTES = PANEL * UNIT_BYTES
-_LEAST_MAPPED_BYTES = 1 << 20
 _I32 = ir.IntType(32)
 _VI32 = ir.VectorType(_I32, LANES)
 
@@ -35,20 +33,6 @@ def new_panels(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     step = inner_step("bfloat16" if dtype == torch.bfloat16 else "float32")
     shape = (-(-rows // PANEL), -(-columns // step), PANEL, step)
     return new_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-
-
-def new_memory(num_bytes: int) -> Tensor:
-    """Return [num_bytes] uint8, all zeros.
-
-    Much of it is in huge pages where the system has them: those take a fifth of the time to fill, and fewer entries of
-    the table by which the processor finds pages.
-    """
-    if num_bytes < _LEAST_MAPPED_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class PanelWriter:

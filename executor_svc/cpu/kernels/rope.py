@@ -40,8 +40,9 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
     """Add the kernel that rotates q and k of qkv in place and writes k and v to the cache; returns its name.
 
     Items: one per ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, (H + 2 KVH) * DP], cos and sin [any, rotated] with
-    the first half of sin negated, angle_rows [rows] int64 (of cos and sin), slots [rows] int64, kv_layer, and where the
-    rotation says so: query_scales [any], q_weight and k_weight [D]. Rounds where transformers does.
+    the first half of sin negated, angle_rows [rows] int64 (of cos and sin), slots [rows] int64, kv_layer, its strides
+    as those of `attention`, and where the rotation says so: query_scales [any], q_weight and k_weight [D]. Rounds where
+    transformers does.
     """
     size, width = ITEM_BYTES[dtype], shape.padded_head_size
     num_q, num_kv = shape.num_heads, shape.num_kv_heads
@@ -58,6 +59,8 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
         angle_rows: Int,
         slots: Int,
         kv_layer: Int,
+        stride: Int,
+        to_values: Int,
         query_scales: Int,
         q_weight: Int,
         k_weight: Int,
@@ -79,8 +82,8 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
                 _multiply(emit, start, num_q * width, query_scales + angle_row * size, dtype)
             slot = emit.load_int(slots + index * 8)
             block, offset = slot // block_size, slot % block_size
-            keys = kv_layer + block * (2 * num_kv * block_size * head_bytes) + offset * size
-            values = kv_layer + (block * (2 * num_kv) + num_kv) * (block_size * head_bytes) + offset * head_bytes
+            keys = kv_layer + block * stride + offset * size
+            values = kv_layer + block * stride + to_values + offset * head_bytes
 
             def write(head: Int, _: list[Vec]) -> None:
                 key = start + (head + num_q) * head_bytes
@@ -95,7 +98,7 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
         first = item * ROWS_AT_ONCE
         emit.loop(first, rows.least(first + ROWS_AT_ONCE), 1, row)
 
-    return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotation.name(shape)}_{block_size}", 10, body)
+    return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotation.name(shape)}_{block_size}", 12, body)
 
 
 def _multiply(emit: Emitter, x: Int, length: int, factor: Int, dtype: Dtype) -> None:

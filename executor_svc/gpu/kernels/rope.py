@@ -132,7 +132,7 @@ def _rotate_heads(
         _store(rest, scale, written, rows, last, into + R, STRIDE, D - R, SCALED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_rows", "value_rows"])
 def rope_write_kv_kernel(
     qkv,
     q_out,
@@ -147,12 +147,13 @@ def rope_write_kv_kernel(
     k_scale,
     v_scale,
     query_scales,
+    block_rows,
+    value_rows,
     H: tl.constexpr,
     KVH: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
     B: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BY_POSITION: tl.constexpr,
     NORMED: tl.constexpr,
@@ -186,12 +187,12 @@ def rope_write_kv_kernel(
         rows, columns = (part - q_parts) * KV_HEADS + tl.arange(0, KV_HEADS), tl.arange(0, WHOLE)
         value = _load(source + (H + KVH) * D, KVH, rows, columns, D, D)
         written = tl.where(slot >= 0, KVH, 0)
-        keys = kv_layer + slot // B * BLOCK_STRIDE + slot % B * D
+        keys = kv_layer + slot // B * (block_rows * D) + slot % B * D
         _rotate_heads(
             source + H * D, keys, KVH, written, rows, cos + angle, sin + angle, k_weight, eps, k_scale, query_scales,
             B * D, D, R, NORMED, AFTER, True, SCALED, False, HALF, REST,
         )  # fmt: skip
-        _store(value, v_scale, written, rows, columns, keys + KVH * B * D, B * D, D, SCALED)
+        _store(value, v_scale, written, rows, columns, keys + value_rows * D, B * D, D, SCALED)
 
 
 def rope_write_kv(
@@ -217,7 +218,8 @@ def rope_write_kv(
             described in `device.kernels.Rope`; R is even and at most D. Only the first R columns of a head are rotated.
         sin: [positions, R] sines, the first half negated.
         positions: [T] int64 rows of cos and sin, a negative one counts as 0; None: row t for token t.
-        kv_layer: [N, 2, KVH, B, D] in the dtype of qkv, or in fp8 e4m3; blocks may have any stride.
+        kv_layer: [N, 2, KVH, B, D] in the dtype of qkv, or in fp8 e4m3; blocks, and the keys and values of one,
+            may be any number of rows [D] apart.
         norms: [N] each: the first N columns of heads padded with zeros are normalized.
         slot_mapping: [T] int64, block * B + offset, the place of a token's key and value; -1: not written.
         scales: required for a cache in fp8, None otherwise. Values above 448 after the division are stored as 448.
@@ -234,7 +236,6 @@ def rope_write_kv(
         head_size=head_size,
         rotated=cos.shape[1],
         block_size=kv_layer.shape[3],
-        block_stride=kv_layer.stride(0),
         in_place=q_out is None,
         by_position=positions is not None,
         normed=0 if norms is None else norms.q.shape[0],
@@ -258,6 +259,8 @@ def rope_write_kv(
         qkv if scales is None else scales.k,
         qkv if scales is None else scales.v,
         qkv if query_scales is None else query_scales,
+        kv_layer.stride(0) // head_size,
+        kv_layer.stride(1) // head_size,
         **constants,
         **launch_options(constants),
     )
@@ -269,7 +272,6 @@ def rope_constants(
     head_size: int,
     rotated: int,
     block_size: int,
-    block_stride: int,
     in_place: bool,
     by_position: bool,
     normed: int,
@@ -288,7 +290,6 @@ def rope_constants(
         "D": head_size,
         "R": rotated,
         "B": block_size,
-        "BLOCK_STRIDE": block_stride,
         "IN_PLACE": in_place,
         "BY_POSITION": by_position,
         "NORMED": normed,
@@ -328,9 +329,9 @@ def _check_shapes(
     if kv_layer.dim() != 5 or kv_layer.shape[1] != 2 or kv_layer.shape[3] not in BLOCK_SIZES:
         raise ValueError(f"kv_layer must be [blocks, 2, KV heads, 8 to 64, head size], is {list(kv_layer.shape)}")
     tokens, (_, _, kv_heads, block_size, head_size) = qkv.shape[0], kv_layer.shape
-    head_stride = block_size * head_size
-    if kv_layer.stride()[1:] != (kv_heads * head_stride, head_stride, head_size, 1):
-        raise ValueError(f"kv_layer must have contiguous blocks, has strides {list(kv_layer.stride())}")
+    strides = kv_layer.stride()
+    if strides[2:] != (block_size * head_size, head_size, 1) or any(stride % head_size for stride in strides[:2]):
+        raise ValueError(f"kv_layer must have contiguous heads, whole rows apart, has strides {list(strides)}")
     if head_size % _HEAD_MULTIPLE:
         raise ValueError(f"kv_layer must have heads of a multiple of {_HEAD_MULTIPLE} columns, has {head_size}")
     check("qkv", qkv, (tokens, (num_heads + 2 * kv_heads) * head_size), *DTYPES)

@@ -54,7 +54,6 @@ def _variant(
         head_size=head_size,
         rotated=rotated,
         block_size=_BLOCK_SIZE,
-        block_stride=2 * kv_heads * _BLOCK_SIZE * head_size,
         in_place=in_place,
         by_position=True,
         normed=0 if weight is None else head_size,
@@ -67,7 +66,7 @@ def _variant(
     signature |= {"positions": "*i64", "slots": "*i64", "kv_layer": f"*{cache}"}
     signature |= {"q_weight": f"*{weight or dtype}", "k_weight": f"*{weight or dtype}", "eps": "fp32"}
     signature |= dict.fromkeys(("k_scale", "v_scale"), "*fp32" if scaled else f"*{dtype}")
-    signature["query_scales"] = f"*{dtype}"
+    signature |= {"query_scales": f"*{dtype}", "block_rows": "i32", "value_rows": "i32"}
     norms = "" if weight is None else " norms" if weight == dtype else " wide norms"
     chosen = f"{norms}{special}{' fp8 cache' if scaled else ''}{' in place' if in_place else ''}"
     quick = not special and shape in _QUICK and (dtype, weight, in_place) == ("bf16", "bf16", True)

@@ -11,7 +11,8 @@ from typing import Generic, Protocol, TypeVar
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import AttentionShape
-from executor_svc.device.kv_cache import DraftLayers, KVGroup
+from executor_svc.device.kv_cache import DraftLayers
+from executor_svc.device.kv_layout import LayerKV
 from executor_svc.device.stored_linear import FewBits
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.decoder import Decoder
@@ -128,8 +129,8 @@ def layers_of(model: DraftModel, device: Device, num_parameters: int, few_bits: 
     shapes = {replace(shape, window=None, scale=1.0, softcap=None) for shape in model.attention_shapes}
     assert len(shapes) == 1, "layers with different heads"
     (shape,) = shapes
-    group = KVGroup(model.num_layers, shape.num_kv_heads, shape.padded_head_size)
-    return DraftLayers((group,), num_parameters * device.dtype.itemsize - few_bits.saved_bytes)
+    layers = (LayerKV(shape.num_kv_heads, shape.padded_head_size),) * model.num_layers
+    return DraftLayers(layers, num_parameters * device.dtype.itemsize - few_bits.saved_bytes)
 
 
 def probe(config: ExecutorConfig, device: Device) -> None:

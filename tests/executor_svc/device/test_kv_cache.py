@@ -13,13 +13,19 @@ from torch import Tensor
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.device import CpuDevice
 from executor_svc.device.interface import DeviceError
-from executor_svc.device.kv_cache import DraftLayers, KVCache, KVGroup
+from executor_svc.device.kv_cache import DraftLayers, KVCache
+from executor_svc.device.kv_layout import KVLayout, LayerKV
 from executor_svc.plan.description import ModelGeometry
+
+
+def plain_cache(layers: int, heads: int, blocks: int, host_blocks: int, dtype: torch.dtype) -> KVCache:
+    layout = KVLayout.of([LayerKV(heads, 16)] * layers, 8, dtype)
+    return KVCache(layout, blocks, host_blocks, torch.device("cpu"))
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16])
 def cache(request: pytest.FixtureRequest) -> KVCache:
-    cache = KVCache(3, 2, 16, 8, 10, 6, request.param, torch.device("cpu"))
+    cache = plain_cache(3, 2, 10, 6, request.param)
     generator = torch.Generator().manual_seed(0)
     for layer in cache.layers:
         layer.copy_(torch.randn(layer.shape, generator=generator))
@@ -64,38 +70,36 @@ def test_bad_moves(cache: KVCache, sources: list[int], destinations: list[int], 
 
 
 def test_host_pool_may_be_empty() -> None:
-    cache = KVCache(1, 1, 16, 8, 2, 0, torch.float32, torch.device("cpu"))
+    cache = plain_cache(1, 1, 2, 0, torch.float32)
     cache.swap_out([], [])
     with pytest.raises(ValueError, match="destination"):
         cache.swap_out([0], [0])
 
 
-GROUPS = (KVGroup(2, 2, 16), KVGroup(1, 1, 32), KVGroup(3, 4, 16))
-"""A target's layers, and those of a draft of two shapes."""
+LAYERS = (LayerKV(2, 16), LayerKV(2, 16), LayerKV(1, 32), LayerKV(4, 16), LayerKV(4, 16), LayerKV(4, 16))
+"""Two of a target, and those of a draft of two shapes."""
 
 
 def all_pools(cache: KVCache) -> list[Tensor]:
     """Bytes of each layer on the device, the draft's included: [blocks, bytes]."""
-    return [layer.clone().flatten(1).view(torch.uint8) for layer in (*cache.layers, *cache.draft_layers)]
+    return [layer.flatten(1).contiguous().view(torch.uint8) for layer in (*cache.layers, *cache.draft_layers)]
 
 
-def grouped_cache(dtype: torch.dtype) -> KVCache:
-    target = GROUPS[0]
-    sizes = target.num_layers, target.num_kv_heads, target.head_size
-    cache = KVCache(*sizes, 8, 10, 6, dtype, torch.device("cpu"), GROUPS[1:])
+def drafted_cache(dtype: torch.dtype) -> KVCache:
+    cache = KVCache(KVLayout.of(LAYERS, 8, dtype), 10, 6, torch.device("cpu"), num_draft_layers=4)
     generator = torch.Generator().manual_seed(0)
     for layer in (*cache.layers, *cache.draft_layers):
         layer.copy_(torch.randn(layer.shape, generator=generator))
     return cache
 
 
-def test_a_block_holds_the_layers_of_all_groups() -> None:
-    cache = grouped_cache(torch.bfloat16)
+def test_a_block_holds_all_layers() -> None:
+    cache = drafted_cache(torch.bfloat16)
     assert [tuple(layer.shape) for layer in cache.layers] == [(10, 2, 2, 8, 16)] * 2
     assert [tuple(layer.shape) for layer in cache.draft_layers] == [(10, 2, 1, 8, 32)] + [(10, 2, 4, 8, 16)] * 3
     held = sum(layer[0].numel() for layer in (*cache.layers, *cache.draft_layers))
     assert cache.bytes_per_block == held * 2
-    assert not KVCache(1, 1, 16, 8, 2, 0, torch.float32, torch.device("cpu")).draft_layers
+    assert not plain_cache(1, 1, 2, 0, torch.float32).draft_layers
 
 
 @st.composite
@@ -116,9 +120,9 @@ def pairs(draw: st.DrawFn, num_sources: int, num_destinations: int) -> tuple[lis
     ),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_all_groups_move_together(moves: list[tuple[str, tuple[list[int], list[int]]]], dtype: torch.dtype) -> None:
-    """Any sequence of moves puts the same block at the same place in every layer of every group."""
-    cache = grouped_cache(dtype)
+def test_all_layers_move_together(moves: list[tuple[str, tuple[list[int], list[int]]]], dtype: torch.dtype) -> None:
+    """Any sequence of moves puts the same block at the same place in every layer, the draft's included."""
+    cache = drafted_cache(dtype)
     cache.swap_out(list(range(6)), list(range(6)))  # so that every block of the host holds something
     before = all_pools(cache)
     device, host = list(range(10)), list(range(6))
@@ -163,9 +167,9 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_draft_has_its_share_of_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers of the draft make blocks larger, its weights make the share of memory smaller."""
-    group = KVGroup(1, 2, 16)
-    size = BLOCK_BYTES + group.block_bytes(16, torch.float32)
-    draft = DraftLayers((group,), 6000)
+    layer = LayerKV(2, 16)
+    size = BLOCK_BYTES + layer.num_bytes(16, torch.float32)
+    draft = DraftLayers((layer,), 6000)
     cache = new_cache(40 * size - 10000, monkeypatch, draft, gpu_memory_utilization=0.5)
     assert cache.bytes_per_block == size == BLOCK_BYTES * 3 // 2
     assert cache.num_device_blocks == (20 * size - 10000) // size

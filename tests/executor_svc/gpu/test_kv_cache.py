@@ -13,14 +13,19 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor_svc.device.kv_cache import KVCache, KVGroup
+from executor_svc.device.kv_cache import KVCache
+from executor_svc.device.kv_layout import KVLayout, LayerKV
 from executor_svc.gpu.kv_cache import GpuKVCache, Streams
 from tests.executor_svc.driver import spoil
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 1, 16, 8
-DRAFT = KVGroup(1, 2 * HEADS, HEAD_SIZE)
-"""Layers of a draft, which move with those of the target."""
-BLOCK_BYTES = (LAYERS * HEADS + DRAFT.num_layers * DRAFT.num_kv_heads) * 2 * HEAD_SIZE * BLOCK_SIZE * 2
+DRAFT = LayerKV(2 * HEADS, HEAD_SIZE)
+"""The layer of a draft, which moves with those of the target."""
+BLOCK_BYTES = (LAYERS * HEADS + DRAFT.num_kv_heads) * 2 * HEAD_SIZE * BLOCK_SIZE * 2
+
+
+def layout(dtype: torch.dtype) -> KVLayout:
+    return KVLayout.of([*[LayerKV(HEADS, HEAD_SIZE)] * LAYERS, DRAFT], BLOCK_SIZE, dtype)
 
 
 def new_cache(
@@ -30,8 +35,8 @@ def new_cache(
     part_blocks: int = 1,
     streams: Streams | None = None,
 ) -> GpuKVCache:
-    sizes = LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, 10, num_host_blocks
-    cache = GpuKVCache(*sizes, dtype, device, 4 * part_blocks * BLOCK_BYTES, streams, [DRAFT])
+    staging = 4 * part_blocks * BLOCK_BYTES
+    cache = GpuKVCache(layout(dtype), 10, num_host_blocks, device, 1, staging_bytes=staging, streams=streams)
     generator = torch.Generator().manual_seed(0)
     for layer in layers_of(cache):
         layer.copy_(torch.randn(layer.shape, generator=generator).to(dtype))
@@ -207,13 +212,11 @@ def test_any_order_that_events_allow(
     """Steps that write to their blocks, with the host ahead of both streams, against moves one after the other."""
     streams = LateStreams()
     cache = new_cache(device, streams=streams)
-    sizes = LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, 10, 6
-    expected = KVCache(*sizes, torch.bfloat16, torch.device("cpu"), [DRAFT])
+    expected = KVCache(layout(torch.bfloat16), 10, 6, torch.device("cpu"), 1)
     for layer, same in zip(layers_of(expected), layers_of(cache), strict=True):
         layer.copy_(same)
     for cached in (cache, expected):
-        for pools in cached._pools:
-            pools.host.fill_(7)
+        cached.host.fill_(7)
 
     def compute(cached: KVCache, number: int) -> None:
         for layer in layers_of(cached):
@@ -228,5 +231,4 @@ def test_any_order_that_events_allow(
         compute(expected, number)
     streams.run(lambda: int(order.random() < bias))
     assert torch.equal(values(cache), values(expected))
-    for ours, theirs in zip(cache._pools, expected._pools, strict=True):
-        assert torch.equal(ours.host, theirs.host)
+    assert torch.equal(cache.host, expected.host)

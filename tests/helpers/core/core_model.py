@@ -297,7 +297,7 @@ class Rig:
 
     def _cut_session(self) -> None:
         """The plans in flight ran in part: whoever reads what they were to write fails."""
-        pools = (*self.pools.layers, *self.pools._host_layers)
+        pools = (*self.pools.layers, *self.pools.layout.views(self.pools.host))
         before = [layer.clone() for layer in pools]
         while len(self._plans) < self.setting.depth and self._plan():
             pass
@@ -321,7 +321,7 @@ class Rig:
         if self.adapters is not None:
             self.adapters.restart()
         self.executor = self._start()
-        for layer in (*self.pools.layers, *self.pools.draft_layers, *self.pools._host_layers):
+        for layer in (*self.pools.layers, *self.pools.draft_layers, *self.pools.layout.views(self.pools.host)):
             layer.fill_(float("nan"))
 
     def _take(self, outputs: StepOutputs) -> None:

@@ -227,7 +227,7 @@ def _follow(
     prepare: Callable[[StepExecutor], None],
 ) -> None:
     pools = model.device.new_kv_cache(model.loaded.own_geometry, config)
-    for layer in (*pools.layers, *pools._host_layers):
+    for layer in (*pools.layers, *pools.layout.views(pools.host)):
         layer.fill_(float("nan"))
     assert model.loaded.ranks is not None
     ranks = MemberRanks(model.loaded.ranks, link)

@@ -13,9 +13,9 @@ from torch.nn import functional
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
 from executor_svc.cpu.kernels.panel_layout import PANEL
-from executor_svc.cpu.kernels.panels import new_memory
 from executor_svc.cpu.kernels.quantized.layout import STEP, WORD_BYTES, WORD_PLANE_BYTES, PackedLayout, Plane
 from executor_svc.device.dequantize import scales_marking_nan
+from executor_svc.device.host_memory import new_memory
 from executor_svc.device.stored_linear import QuantBlock
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)

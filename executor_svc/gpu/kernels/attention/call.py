@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from executor_svc.gpu.kernels.attention.config import (
     BLOCK_SIZES,
     HEAD_SIZES,
+    MOST_ROWS,
     AttentionConfig,
     AttentionKind,
     Phase,
@@ -32,7 +33,10 @@ class AttentionCall:
     q: Tensor
     """[T, H, D]; the stride of rows is any multiple of 16."""
     kv_layer: Tensor
-    """[N, 2, KVH, B, D] in the dtype of q, or float8_e4m3fn with scales and a 16-bit q."""
+    """[N, 2, KVH, B, D] in the dtype of q, or float8_e4m3fn with scales and a 16-bit q.
+
+    Blocks, and the keys and the values of one, may be any number of whole rows [D] apart.
+    """
     query_start_loc: Tensor
     """[S + 1] int32."""
     seq_lens: Tensor
@@ -75,6 +79,16 @@ class AttentionCall:
         return self.kv_layer.shape[3]
 
     @property
+    def block_rows(self) -> int:
+        """Rows [D] from one block to the next."""
+        return self.kv_layer.stride(0) // self.head_size
+
+    @property
+    def value_rows(self) -> int:
+        """Rows [D] from a block's keys to its values."""
+        return self.kv_layer.stride(1) // self.head_size
+
+    @property
     def block_bits(self) -> int:
         """The exponent of the block size, a power of 2."""
         return self.block_size.bit_length() - 1
@@ -97,8 +111,22 @@ class AttentionCall:
     def kind(self) -> AttentionKind:
         window, softcap = self.window is not None, self.softcap is not None
         return AttentionKind(
-            self.head_size, self.q.dtype, self.kv_layer.dtype, self.block_size, self.group, window, softcap
+            self.head_size,
+            self.q.dtype,
+            self.kv_layer.dtype,
+            self.block_size,
+            self.group,
+            window,
+            softcap,
+            self._num_rows < MOST_ROWS,
         )
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows [D] from the first block's beginning to the last one's end."""
+        layer = self.kv_layer
+        last = sum((size - 1) * stride for size, stride in zip(layer.shape, layer.stride(), strict=True))
+        return last // self.head_size + 1
 
     def config(self, phase: Phase, arch: int) -> AttentionConfig:
         """Return the tiles of this call on a GPU of compute capability `arch`; raises ValueError."""
@@ -113,13 +141,14 @@ class AttentionCall:
 
         raises ValueError if the copy engine cannot load it.
 
-        The copy engine's view is rows [N * 2 * KVH * B, D], from which it loads [TILE, PADDED], 0 beyond D.
+        The copy engine's view is all rows [rows, D] from the first block to the last, whatever lies between, from which
+        it loads [TILE, PADDED], 0 beyond D.
         """
         if not config.copies:
             return self.kv_layer
         _need(self.block_size % config.tile == 0, "kv_layer", "must have whole tiles in a block for the copy engine")
-        rows, size = self.kv_layer.numel() // self.head_size, self.head_size
-        _need(rows < 2**31, "kv_layer", "must have less than 2^31 keys and values for the copy engine")
+        rows, size = self._num_rows, self.head_size
+        _need(rows < MOST_ROWS, "kv_layer", "must have less than 2^31 keys and values for the copy engine")
         return TensorDescriptor(self.kv_layer, [rows, size], [size, 1], [config.tile, padded(size)])
 
     def check(self) -> None:
@@ -146,9 +175,9 @@ class AttentionCall:
         _need(cache.dim() == 5 and cache.shape[1] == 2, "kv_layer", "must be [N, 2, KVH, B, D]")
         _need(cache.shape[4] == self.head_size, "kv_layer", "must have the head size of q")
         _need(self.block_size in BLOCK_SIZES, "kv_layer", f"must have a block size of {BLOCK_SIZES}")
-        _need(
-            cache.is_contiguous() and cache.data_ptr() % 16 == 0, "kv_layer", "must be contiguous, at a multiple of 16"
-        )
+        size, heads = self.head_size, self.block_size * self.head_size
+        whole = cache.stride()[2:] == (heads, size, 1) and not any(stride % size for stride in cache.stride()[:2])
+        _need(whole and cache.data_ptr() % 16 == 0, "kv_layer", "must have contiguous heads, at a multiple of 16")
         _need(self.num_heads % self.num_kv_heads == 0, "kv_layer", "must have KV heads that divide the heads of q")
         if cache.dtype != torch.float8_e4m3fn:
             _need(cache.dtype == self.q.dtype, "kv_layer", "must have the dtype of q or be float8_e4m3fn")

@@ -17,6 +17,8 @@ BLOCK_SIZES = (8, 16, 32, 64)
 """Supported block sizes, powers of 2: arguments of a launch."""
 COPIED_BLOCK = 64
 """Block size for which a Hopper GPU's copy engine loads keys and values: every tile is within one block."""
+MOST_ROWS = 2**31
+"""The copy engine counts rows in 32 bits."""
 DRAFTS_ROWS = 32
 """Rows of the tile for all tokens of a sequence and the query heads of a KV head: 6 tokens of 4 heads, 4 of 8."""
 DECODE_ROWS = 16
@@ -67,6 +69,8 @@ class AttentionKind:
     """Query heads that share a KV head."""
     window: bool = False
     softcap: bool = False
+    countable: bool = True
+    """Whether the pool has fewer rows, those of other layers included, than MOST_ROWS."""
 
     @property
     def scales(self) -> bool:
@@ -119,6 +123,8 @@ _DECODE_SOFTCAP = _DECODE | {
     ("16", 128): AttentionConfig(DECODE_ROWS, 64, 8, 3),
 }
 """With 4 warps, some kernels spill 4 bytes."""
+_SPLIT_SOFTCAP = _DECODE_SOFTCAP | {("fp8", 64): AttentionConfig(DECODE_ROWS, 64, 8, 3)}
+"""Split ones spill as many with such a cache, too."""
 _HOPPER_DECODE_BF16 = _DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 32, 2, 4)}
 """Measured on an H100, as the next two: `tune-decode` in benchmarks/results/gpu_kernels.jsonl.
 
@@ -187,7 +193,7 @@ def attention_config(kind: AttentionKind, phase: Phase, arch: int) -> AttentionC
 
 def _may_copy(kind: AttentionKind, phase: Phase, arch: int) -> bool:
     """Return whether the copy engine loads tiles; not for wide decodes, which have few registers left."""
-    fits = kind.block_size == COPIED_BLOCK and kind.dtype.itemsize == 2 and not kind.window
+    fits = kind.block_size == COPIED_BLOCK and kind.dtype.itemsize == 2 and not kind.window and kind.countable
     return fits and arch // 10 == 9 and not (phase in _DECODES and kind.wide)
 
 
@@ -199,7 +205,9 @@ def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mappin
             spills = kind.window or kind.dtype != torch.bfloat16
             table = _HOPPER_DECODE_COPIED if copies else _DECODE if spills else _HOPPER_DECODE_BF16
             return table if phase is Phase.SPLIT else table | _HOPPER_UNSPLIT
-        return _DECODE_SOFTCAP if kind.softcap else _DECODE
+        if kind.softcap:
+            return _SPLIT_SOFTCAP if phase is Phase.SPLIT else _DECODE_SOFTCAP
+        return _DECODE
     if arch in _SMALL_ARCHS or arch < 90:
         table = _SMALL if arch in _SMALL_ARCHS else _AMPERE
         return table | _SPLIT_WIDE if phase is Phase.SPLIT else table

@@ -20,14 +20,12 @@ def keys_to_read(tile, low, high, TILE: tl.constexpr):
 
 
 @triton.jit
-def places_of(keys, ids, kv_head, value_offset, block_size, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
+def places_of(keys, ids, kv_head, block_rows, block_size, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Return addresses [TILE, PADDED] of keys [TILE] in the blocks `ids` [TILE].
-
-    values are at `value_offset` from them.
 
     kv_head: address of this KV head's keys in the cache's first block.
     """
-    rows = ids.to(tl.int64) * (2 * value_offset) + (keys & (block_size - 1)) * HEAD_SIZE
+    rows = ids.to(tl.int64) * (block_rows * HEAD_SIZE) + (keys & (block_size - 1)) * HEAD_SIZE
     return kv_head + rows[:, None] + tl.arange(0, PADDED)
 
 
@@ -42,9 +40,9 @@ def loaded(places, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def row_of(tile, block, head, num_kv_heads, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+def row_of(tile, block, head, block_rows, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """Return the copy engine's row of a tile's keys in this block."""
-    return (block * (2 * num_kv_heads) + head) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
+    return block * block_rows + head * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
 
 
 @triton.jit
@@ -60,7 +58,8 @@ def attend(
     high,
     clear_from,
     clear_to,
-    num_kv_heads,
+    block_rows,
+    value_rows,
     block_size,
     block_bits,
     inner,
@@ -81,6 +80,8 @@ def attend(
         q: [ROWS, PADDED], with its factors, from `as_multiplied`.
         cache: keys and values of all blocks, from `AttentionCall.cache`.
         head: the KV head.
+        block_rows, value_rows: rows of a head's numbers from one block to the next, and from a block's keys to its
+        values.
         block_size, block_bits: tokens of a KV block, a power of 2, and its exponent.
         table: the sequence's block table.
         positions: [ROWS] positions of the tokens.
@@ -94,13 +95,13 @@ def attend(
     sums = nothing_yet(q)
     if COPIES:
         sums = attend_copied(
-            rows, sums, cache, head, table, begin, end, high, num_kv_heads, segments,
+            rows, sums, cache, head, table, begin, end, high, block_rows, value_rows, segments,
             HEAD_SIZE, PADDED, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
         )  # fmt: skip
     else:
         sums = attend_loaded(
-            rows, sums, cache, head, table, begin, end, low, high, num_kv_heads, block_size, block_bits, segments,
-            HEAD_SIZE, PADDED, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
+            rows, sums, cache, head, table, begin, end, low, high, block_rows, value_rows, block_size, block_bits,
+            segments, HEAD_SIZE, PADDED, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
         )  # fmt: skip
     acc, greatest, total = sums
     return acc, greatest * outer, total
@@ -117,7 +118,8 @@ def attend_loaded(
     end,
     low,
     high,
-    num_kv_heads,
+    block_rows,
+    value_rows,
     block_size,
     block_bits,
     segments,
@@ -129,14 +131,13 @@ def attend_loaded(
     STAGES: tl.constexpr,
 ):
     """Return `sums` with the tiles begin to end - 1 added; reads no key before `low` or from `high` on."""
-    head_stride = block_size * HEAD_SIZE
-    kv_head, value_offset = cache + head * head_stride, num_kv_heads * head_stride
+    kv_head, value_offset = cache + head * (block_size * HEAD_SIZE), value_rows * HEAD_SIZE
     # Loaded one tile ahead: loads of keys and values would otherwise wait for the ids.
     ids = tl.load(table + (keys_to_read(begin, low, high, TILE) >> block_bits))
     segment = first_segment(segments)
     for tile in tl.range(begin, end, num_stages=STAGES):
         keys = keys_to_read(tile, low, high, TILE)
-        places = places_of(keys, ids, kv_head, value_offset, block_size, HEAD_SIZE, PADDED)
+        places = places_of(keys, ids, kv_head, block_rows, block_size, HEAD_SIZE, PADDED)
         ids = tl.load(table + (keys_to_read(tile + 1, low, high, TILE) >> block_bits))
         k = loaded(places, HEAD_SIZE, PADDED)
         v = loaded(places + value_offset, HEAD_SIZE, PADDED)
@@ -156,7 +157,8 @@ def attend_copied(
     begin,
     end,
     high,
-    num_kv_heads,
+    block_rows,
+    value_rows,
     segments,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -168,22 +170,21 @@ def attend_copied(
 ):
     """Return `sums` with the tiles begin to end - 1 added; masks keys from `high` on in the last tile."""
     tl.static_assert(BLOCK_SIZE % TILE == 0 and not HAS_WINDOW)
-    value_offset = num_kv_heads * BLOCK_SIZE
     whole = tl.minimum(high // TILE, end)
     block = tl.load(table + begin * TILE // BLOCK_SIZE)  # one tile ahead, as ids are in `attend_loaded`
     segment = first_segment(segments)
     for tile in tl.range(begin, whole, num_stages=STAGES):
-        row = row_of(tile, block, head, num_kv_heads, BLOCK_SIZE, TILE)
+        row = row_of(tile, block, head, block_rows, BLOCK_SIZE, TILE)
         block = tl.load(table + tl.minimum(tile + 1, end - 1) * TILE // BLOCK_SIZE)
         k = cache.load([row, 0])
-        v = cache.load([row + value_offset, 0])
+        v = cache.load([row + value_rows, 0])
         sums = weigh(rows, sums, k, v, tile, False, TILE, HAS_WINDOW, HAS_SOFTCAP)
         if segments is not None:
             sums, segment = recorded_at_edge(rows, sums, tile, end, segment, segments, HEAD_SIZE, PADDED)
     if whole < end:
-        row = row_of(whole, block, head, num_kv_heads, BLOCK_SIZE, TILE)
+        row = row_of(whole, block, head, block_rows, BLOCK_SIZE, TILE)
         k = cache.load([row, 0])
-        v = cache.load([row + value_offset, 0])
+        v = cache.load([row + value_rows, 0])
         # Masked values have weight 0, and may be NaN.
         seen = whole * TILE + tl.arange(0, TILE) < high
         v = tl.where(seen[:, None], v.to(rows[0].dtype), 0.0)

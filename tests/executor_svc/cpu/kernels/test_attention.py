@@ -18,6 +18,7 @@ from executor_svc.device.kernels import AttentionShape
 from tests.executor_svc.cpu.kernels.layout import as_kept, plan_for
 from tests.executor_svc.cpu.kernels.processors import ISAS
 from tests.executor_svc.driver import flat_batch
+from tests.executor_svc.paged import in_pages
 from tests.helpers.marks import short_and_long
 
 Chunks = list[tuple[int, int]]
@@ -59,7 +60,7 @@ def compare(
     q = torch.zeros(tokens, shape.num_heads, padded, dtype=dtype)
     q[..., :head_size] = torch.randn(tokens, shape.num_heads, head_size, generator=generator).to(dtype)
     b = flat_batch(chunks, tables, block_size, [0] * tokens)
-    found = kernels.attention(q, as_kept(cache), shape, plan_for(kernels, shape, b, longest))
+    found = kernels.attention(q, in_pages(as_kept(cache)), shape, plan_for(kernels, shape, b, longest))
     expected = reference.attention(
         q, cache, b.query_start_loc, b.seq_lens, b.block_tables, shape.scale, window, softcap
     )

@@ -17,6 +17,7 @@ from executor_svc.device.kernels import AttentionShape, HeadNorms, PlainActivati
 from executor_svc.models.layers.rope import RopeConfig, RotaryTables, inverse_frequencies
 from tests.executor_svc.cpu.kernels.layout import as_shaped, plan_for
 from tests.executor_svc.driver import flat_batch
+from tests.executor_svc.paged import in_pages
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
@@ -223,7 +224,7 @@ def test_rope_and_cache_write(
     heads = torch.zeros(tokens, shape.num_heads + 2 * kv_heads, padded, dtype=dtype)
     heads[..., :head_size] = randn(seed, tokens, heads.shape[1], head_size).to(dtype)
     before = heads.clone()
-    cache = torch.zeros(12, 2, kv_heads, block_size, padded, dtype=dtype)
+    cache = in_pages(torch.zeros(12, 2, kv_heads, block_size, padded, dtype=dtype))
     tables = RotaryTables(config, 300, dtype, torch.device("cpu"))
     batch = flat_batch([(0, tokens)], [list(range(40 // block_size + 1))], block_size, [0] * tokens)
     plan = plan_for(KERNELS, shape, replace(batch, slot_mapping=slots))
@@ -234,7 +235,7 @@ def test_rope_and_cache_write(
     close = {"rtol": 0.0, "atol": 5e-2 if dtype == torch.bfloat16 else 2e-4}  # angles in fp32 are 1e-5 off at 300
     torch.testing.assert_close(q[..., :head_size].double(), expected[:, : shape.num_heads], **close)
     assert not q[..., head_size:].any()
-    wanted = torch.zeros_like(cache)
+    wanted = torch.zeros(cache.shape, dtype=dtype)
     k = torch.zeros(tokens, kv_heads, padded, dtype=torch.float64)
     k[..., :head_size] = expected[:, shape.num_heads :]
     reference.write_kv(wanted, k, before[:, shape.num_heads + kv_heads :], slots)

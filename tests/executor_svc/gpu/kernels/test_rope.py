@@ -362,7 +362,7 @@ ONES = torch.ones(16)
         ({"kv_layer": CACHE[0]}, "kv_layer must be"),
         ({"kv_layer": torch.zeros(2, 2, 1, 4, 16)}, "kv_layer must be"),
         ({"kv_layer": torch.zeros(2, 2, 1, 8, 12)}, "multiple of 8"),
-        ({"kv_layer": CACHE.transpose(0, 1)}, "contiguous blocks"),
+        ({"kv_layer": torch.zeros(2, 2, 1, 8, 32)[..., ::2]}, "contiguous heads"),
         ({"kv_layer": CACHE.half()}, "kv_layer must be torch.float32"),
         ({"kv_layer": CACHE.to(FP8)}, "needs scales"),
         ({"scales": KVScales(torch.ones(1), torch.ones(1))}, "where scales are given"),

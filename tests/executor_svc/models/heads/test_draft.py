@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.config import ExecutorConfig
-from executor_svc.device.kv_cache import KVGroup
+from executor_svc.device.kv_layout import LayerKV
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.heads.draft import LoadedDraft, load_draft
@@ -58,7 +58,7 @@ def load(name: Path | str, target: Model, loaded: LoadedModel | None = None, **o
 
 def test_what_is_loaded(folder: Path, target: Model) -> None:
     draft = load(folder, target)
-    assert draft.layers.groups == (KVGroup(1, 1, 32),)  # heads of 18 numbers are stored in whole vectors
+    assert draft.layers.layers == (LayerKV(1, 32),)  # heads of 18 numbers are stored in whole vectors
     assert draft.layers.weight_bytes == 4 * draft.num_parameters
     assert draft.context_limit == 512
     config = ExecutorConfig(**target.options)
@@ -139,7 +139,7 @@ def test_gguf(tmp_path: Path, target: Model) -> None:
     shape = {**DRAFT_SHAPE, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
     folder = make_checkpoint(tmp_path / "draft", "llama", **shape)
     draft = load(write_gguf(folder, tmp_path / "draft.gguf", all_of(Type.Q8_0)), target)
-    assert draft.layers.groups == (KVGroup(1, 1, 32),)
+    assert draft.layers.layers == (LayerKV(1, 32),)
     assert draft.layers.weight_bytes < 2 * draft.num_parameters
 
 

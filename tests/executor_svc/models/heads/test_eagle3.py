@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from executor_svc.device.kv_cache import KVGroup
+from executor_svc.device.kv_layout import LayerKV
 from executor_svc.models.decoder import Decoder
 from tests.checkpoints import make_checkpoint, make_llama
 from tests.executor_svc.driver import Model, flat_batch
@@ -87,7 +87,7 @@ def test_against_the_reference(
             assert float((found - wanted).norm() / wanted.norm()) < 0.05
     assert torch.equal(logits, logits.to(dtype).float()), "rounded to the model's dtype"
     assert logits.shape == (40, shape.draft_vocab_size)
-    assert draft.layers.groups == (KVGroup(shape.fields["num_hidden_layers"], 2, 16),)
+    assert draft.layers.layers == (LayerKV(2, 16),) * shape.fields["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(

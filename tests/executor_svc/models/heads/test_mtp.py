@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.device.kv_cache import KVGroup
+from executor_svc.device.kv_layout import LayerKV
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.heads.draft import LoadedDraft
@@ -72,7 +72,7 @@ def test_against_the_reference(name: str, dtype: torch.dtype, tmp_path: Path) ->
         else:
             assert float((found - wanted).norm() / wanted.norm()) < 0.05
     assert logits.shape == (40, 131)
-    assert draft.layers.groups == (KVGroup(1, 2, 16),)
+    assert draft.layers.layers == (LayerKV(2, 16),)
     assert draft.num_parameters == sum(each.numel() for key, each in all_tensors(folder).items() if PREFIX in key)
 
 

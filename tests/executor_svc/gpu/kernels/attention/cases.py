@@ -10,6 +10,7 @@ from torch import Tensor
 
 from executor_svc.device import reference
 from executor_svc.gpu.kernels.attention.call import AttentionCall
+from tests.executor_svc.paged import in_pages
 
 F8 = torch.float8_e4m3fn
 ARCH = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 90
@@ -53,7 +54,7 @@ def make_call(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0)
     scales = [None, None] if kv_dtype != F8 else list(torch.rand(2, sizes.kv_heads, generator=generator) + 0.5)
     return AttentionCall(
         q=qkv.to(device, sizes.dtype)[:, : heads * width].view(tokens, heads, width),
-        kv_layer=cache.to(kv_dtype).to(device),
+        kv_layer=in_pages(cache.to(kv_dtype).to(device)),
         query_start_loc=starts.to(device),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
         block_tables=tables.to(device)[:, :-1],

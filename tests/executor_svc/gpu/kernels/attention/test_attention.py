@@ -160,7 +160,10 @@ def test_more_keys_than_the_copy_engine_counts_are_refused(device: torch.device)
     cache = torch.empty(most, 2, 1, COPIED_BLOCK, 64, dtype=BF16, device="meta")
     with pytest.raises(ValueError, match=r"^kv_layer must have less than 2\^31"):
         replace(call, kv_layer=cache).cache(config)
-    assert replace(call, kv_layer=cache[1:]).cache(config).shape == [2**31 - 2 * COPIED_BLOCK, 64]
+    assert not replace(call, kv_layer=cache).config(Phase.PREFILL, 90).copies
+    fewer = replace(call, kv_layer=cache[1:])
+    assert fewer.cache(config).shape == [2**31 - 2 * COPIED_BLOCK, 64]
+    assert fewer.config(Phase.PREFILL, 90).copies
 
 
 def test_more_heads_than_a_decode_tile_has_rows(device: torch.device) -> None:

@@ -137,6 +137,7 @@ HOSTED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "gpt_neox": {"rope_parameters": _PARTIAL_ROPE},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": _WINDOW},
     "gptj": {"rotary_dim": 6, "n_positions": 512, "n_embd": 40, "n_head": 4, "n_layer": 2, "n_inner": 72},
     "opt": {"ffn_dim": 72, "word_embed_proj_dim": 24, "tie_word_embeddings": True, "pad_token_id": 1},
     "phi": {"qk_layernorm": True, "rope_parameters": _PARTIAL_ROPE},
@@ -196,7 +197,9 @@ def _make(
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
+                if name.endswith("sinks"):
+                    parameter.normal_(0, 2)
+                elif name.endswith("bias"):
                     parameter.normal_(0, 0.1)
                 elif name.endswith(("alpha_p", "alpha_n")):
                     parameter.normal_(0, 0.5)

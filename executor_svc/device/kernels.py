@@ -250,12 +250,18 @@ class Kernels(Protocol):
         ...
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan, scales: KVScales | None = None
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        shape: AttentionShape,
+        plan: AttentionPlan,
+        scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of q [T, H, DP] over each token's own sequence in the cache: [T, H * DP].
 
         The shape's window and softcap apply. plan must be a plan for this shape; scales must equal the scales of the
-        writes.
+        writes. sinks: [H] float32, one more score of each head, which has a weight and no value; None: none.
         """
         ...
 

@@ -133,6 +133,7 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(q k^T * scale) v [T, H, D] in float64, each token over the positions up to its own.
 
@@ -142,6 +143,7 @@ def attention(
         query_start_loc, seq_lens, block_tables: as in `forward_batch.ForwardBatch`.
         window: a token at position p attends to positions above p - window only; None: to all from 0.
         softcap: scores s become softcap * tanh(s / softcap) before the mask; None: no softcap.
+        sinks: [H], one more score of each head, of no value (gpt-oss); None: none.
     """
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[1] // kv_layer.shape[2]
@@ -158,6 +160,9 @@ def attention(
         scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, end - start, 1)], -1)
+        weights = scores.softmax(-1)[..., :length]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, v)
     return out

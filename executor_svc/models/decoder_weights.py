@@ -68,7 +68,7 @@ class DecoderWeights:
         prefix, names = f"model.layers.{index}.", self._spec.names
         return LayerWeights(
             before_attention=self._norm_if(prefix, names.before_attention),
-            attention=self._attention(prefix, shape, scales, columns or self._spec.hidden_size),
+            attention=self._attention(prefix, index, shape, scales, columns or self._spec.hidden_size),
             after_attention=self._norm_if(prefix, names.after_attention),
             before_mlp=self._norm_if(prefix, names.before_mlp),
             mlp=self._mlp(prefix),
@@ -94,18 +94,22 @@ class DecoderWeights:
         offset = self._spec.norm_weight_offset
         return weight.float() + offset if offset or self._spec.norms_in_fp32 else weight
 
-    def _attention(self, prefix: str, shape: AttentionShape, scales: KVScales | None, columns: int) -> Attention:
+    def _attention(
+        self, prefix: str, index: int, shape: AttentionShape, scales: KVScales | None, columns: int
+    ) -> Attention:
         spec, dtype, names = self._spec, self._builder.dtype, self._spec.names
         rows = qkv_rows(spec)
         heads = self._head_rows(shape)
         qkv = qkv_weight(self._linears(prefix, rows, columns), dtype, heads)
-        qkv_bias = output_bias = None
+        qkv_bias = output_bias = sinks = None
         if spec.qkv_bias:
             qkv_bias = torch.cat([put(bias) for put, bias in zip(heads, self._biases(prefix, rows), strict=True)])
         stored = self._weights.open_linear(prefix + names.output, (spec.hidden_size, spec.num_heads * spec.head_size))
         output = output_weight(stored, dtype, shape, self._builder.torch_device)
         if spec.output_bias:
             output_bias = self._bias(prefix + names.output, spec.hidden_size)
+        if spec.layers[index].sinks:
+            sinks = self._weights.get(f"{prefix}self_attn.sinks", (spec.num_heads,)).float()
         return Attention(
             shape,
             self._builder.prepare_linear("attention.qkv", qkv, qkv_bias),
@@ -113,6 +117,7 @@ class DecoderWeights:
             self._head_norms(prefix, shape),
             scales,
             self._builder.kernels,
+            sinks,
         )
 
     def _head_rows(self, shape: AttentionShape) -> list[HeadRows]:

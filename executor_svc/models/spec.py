@@ -53,6 +53,9 @@ class LayerSpec:
     """None: queries and keys are not rotated."""
     window: int | None = None
     """Maximum number of positions that a token attends to, its own included; None: all up to its own."""
+    sinks: bool = field(default=False, repr=False)
+    """Whether each head has one more score, of no value (gpt-oss). Not in the digest, for the weights' has its tensor:
+    those of models without stay as they were."""
 
 
 NormKind = Literal["rms", "layer", "layer with bias"]

@@ -264,7 +264,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("falcon", {"alibi": True}, {}, "FalconForCausalLM cannot run .*ALiBi"),
     ("mamba", {}, {}, "MambaForCausalLM cannot run .*keeps more of a sequence than keys and values"),
     ("bart", {}, {}, "BartForCausalLM cannot run .*one half of an encoder and a decoder"),
-    ("gpt_oss", {**SMALL, "num_local_experts": 4, "layer_types": None}, {}, "GptOssAttention needs s_aux"),
     ("bert", SMALL, {}, "BertSelfAttention is not causal"),
     ("xglm", {"d_model": 40, "attention_heads": 4, "ffn_dim": 72}, {}, "does not let its attention be replaced"),
     ("doge", SMALL, {}, "DogeAttention makes a mask of its own"),

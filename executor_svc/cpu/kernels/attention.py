@@ -8,9 +8,10 @@ on its own query and its sequence's cache, not on batch, chunk, block size or th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from executor_svc.cpu.kernels.attention_plan import TILE_FIELDS, tile_tokens
+from executor_svc.cpu.kernels.attention_work import QueryTile, Work, of_block
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
 from executor_svc.cpu.kernels.codegen.softmax import softmax_row
@@ -37,64 +38,24 @@ def _score_stride(max_model_len: int) -> int:
     return -(-max_model_len // _ALIGNED) * _ALIGNED + _ALIGNED
 
 
-def attention(code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, max_model_len: int) -> str:
+def attention(
+    code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, max_model_len: int, sinks: bool = False
+) -> str:
     """Add the kernel; returns its name.
 
     Items: one per query tile and some KV heads. Arguments: items, q [T, H, DP], the stride of its tokens in bytes,
-    kv_layer, bytes from one of its blocks to the next and from a block's keys to its values, out [T, H * DP], and the
-    table of `CpuAttentionPlan`.
+    kv_layer, bytes from one of its blocks to the next and from a block's keys to its values, out [T, H * DP], the
+    table of `CpuAttentionPlan`, and sinks [H] float32, read only if sinks.
     """
-    return _AttentionKernel(code, dtype, shape, block_size, max_model_len).add()
-
-
-@dataclass(frozen=True, slots=True)
-class _QueryTile:
-    """The query tile and KV heads of an item."""
-
-    row: Int
-    tokens: Int
-    position: Int
-    head: Int
-    """The first KV head."""
-    heads: Int
-    first_seen: Int
-    """The first position that its first token attends to."""
-    low: Int
-    high: Int
-    """Its tokens attend to keys of the sequence's blocks low to high - 1."""
-    blocks: Int
-    """Address of the sequence's block table."""
-    stride: Int
-    """Bytes from one block to the next."""
-    keys: Int
-    """Address of the first KV head's keys in block 0."""
-    values: Int
-
-    def of_head(self, index: Int, head_bytes: int) -> _QueryTile:
-        """Return the tile with one of its KV heads."""
-        one = index.emit.integer(1)
-        keys, values = self.keys + index * head_bytes, self.values + index * head_bytes
-        return replace(self, head=self.head + index, heads=one, keys=keys, values=values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """A tile, the tile that this thread will probably process next, and memory."""
-
-    tile: _QueryTile
-    coming: _QueryTile
-    first: Int
-    """Position of the first stored score."""
-    queries: Int
-    scores: Int
-    sums: Int
-    inverses: Int
+    return _AttentionKernel(code, dtype, shape, block_size, max_model_len, sinks).add()
 
 
 class _AttentionKernel:
-    def __init__(self, code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, max_model_len: int, sinks: bool
+    ) -> None:
         self._code, self._dtype, self._shape, self._block = code, dtype, shape, block_size
-        self._size = ITEM_BYTES[dtype]
+        self._size, self._sinks = ITEM_BYTES[dtype], sinks
         self._width = shape.padded_head_size
         self._tokens = tile_tokens(shape)
         self._score_bytes = _score_stride(max_model_len) * _FLOAT
@@ -105,10 +66,10 @@ class _AttentionKernel:
         window = "" if shape.window is None else f"_window{shape.window}"
         cap = "" if shape.softcap is None else f"_cap{shape.softcap}"
         sizes = f"{shape.num_heads}_{shape.num_kv_heads}_{shape.head_size}_{self._width}_{block_size}_{max_model_len}"
-        self._name = f"attention_{dtype}_{sizes}_{shape.scale}{window}{cap}"
+        self._name = f"attention_{dtype}_{sizes}_{shape.scale}{window}{cap}{'_sinks' if sinks else ''}"
 
     def add(self) -> str:
-        return self._code.kernel(self._name, 8, self._item)
+        return self._code.kernel(self._name, 9, self._item)
 
     def _item(
         self,
@@ -123,6 +84,7 @@ class _AttentionKernel:
         values: Int,
         out: Int,
         table: Int,
+        sinks: Int,
     ) -> None:
         row_bytes, rows = self._width * _FLOAT, _scratch_rows(self._shape)
         cache = kv_layer, stride, values
@@ -130,7 +92,7 @@ class _AttentionKernel:
         queries = emit.load_int(table + 24) + thread * self._scratch_bytes
         sums = queries + rows * row_bytes
         inverses = sums + rows * row_bytes
-        work = _Work(
+        work = Work(
             tile=tile,
             coming=self._tile(emit, (item + emit.load_int(table + 32)).least(items - 1), cache, table),
             first=tile.first_seen // _ALIGNED * _ALIGNED,
@@ -138,6 +100,7 @@ class _AttentionKernel:
             scores=inverses + rows * (LANES * _FLOAT),
             sums=sums,
             inverses=inverses,
+            sinks=sinks,
         )
 
         def head(index: Int, _: list[Vec]) -> None:
@@ -149,21 +112,21 @@ class _AttentionKernel:
         emit.when(one, lambda: self._attend(emit, work, q, q_stride, out))
         emit.loop(0, emit.integer(0).where(one, tile.heads), 1, head)
 
-    def _attend(self, emit: Emitter, work: _Work, q: Int, q_stride: Int, out: Int) -> None:
+    def _attend(self, emit: Emitter, work: Work, q: Int, q_stride: Int, out: Int) -> None:
         """Compute all rows of a tile: of one token, or of one KV head."""
         tile, group = work.tile, self._group_bytes
         self._widen_queries(emit, work, q + tile.row * q_stride + tile.head * group, q_stride)
         self._score(emit, work)
         emit.loop(0, tile.tokens, 1, lambda token, _: self._finish_token(emit, work, token, out + tile.head * group))
 
-    def _tile(self, emit: Emitter, item: Int, cache: tuple[Int, Int, Int], table: Int) -> _QueryTile:
+    def _tile(self, emit: Emitter, item: Int, cache: tuple[Int, Int, Int], table: Int) -> QueryTile:
         kv_layer, stride, values = cache
         all_heads, heads = self._shape.num_kv_heads, emit.load_int(table + 40)
         items = emit.integer(all_heads) // heads  # of a query tile
         record = emit.load_int(table) + item // items * (8 * TILE_FIELDS)
         row, tokens, position, sequence = (emit.load_int(record + 8 * field) for field in range(TILE_FIELDS))
         head, first_seen = item % items * heads, self._first_seen(emit, position)
-        return _QueryTile(
+        return QueryTile(
             row=row,
             tokens=tokens,
             position=position,
@@ -183,7 +146,7 @@ class _AttentionKernel:
         window = self._shape.window
         return emit.integer(0) if window is None else (position - (window - 1)).most(0)
 
-    def _widen_queries(self, emit: Emitter, work: _Work, q: Int, q_stride: Int) -> None:
+    def _widen_queries(self, emit: Emitter, work: Work, q: Int, q_stride: Int) -> None:
         """Write queries times the scale as floats, by token, the heads of a KV head together.
 
         With a softcap, also divide by it: the scores are then the arguments of tanh.
@@ -206,7 +169,7 @@ class _AttentionKernel:
 
     # ------------------------------------------------------------------ scores
 
-    def _score(self, emit: Emitter, work: _Work) -> None:
+    def _score(self, emit: Emitter, work: Work) -> None:
         """Compute the scores of all rows of the tile with at least all keys that any of them attends to."""
         group, most, tokens = self._shape.group, self._tokens, work.tile.tokens
 
@@ -222,7 +185,7 @@ class _AttentionKernel:
             emit.loop(0, whole, 1, whole_tile)
         emit.loop(whole * most, tokens, 1, token)
 
-    def _score_rows(self, emit: Emitter, work: _Work, queries: Int, scores: Int, rows: int) -> None:
+    def _score_rows(self, emit: Emitter, work: Work, queries: Int, scores: Int, rows: int) -> None:
         """Compute scores of rows of each head in parts that fit the registers; several blocks at once for few rows."""
         most, low, high = self._registers // 2, work.tile.low, work.tile.high
         for start in range(0, rows, most):
@@ -235,7 +198,7 @@ class _AttentionKernel:
                 self._score_blocks(emit, work, part_queries, into, (part, 1), several, high)
 
     def _score_blocks(
-        self, emit: Emitter, work: _Work, queries: Int, scores: Int, size: tuple[int, int], begin: Int, end: Int
+        self, emit: Emitter, work: Work, queries: Int, scores: Int, size: tuple[int, int], begin: Int, end: Int
     ) -> None:
         """Compute scores of size[0] rows with size[1] blocks at once, blocks begin to end - 1.
 
@@ -250,7 +213,7 @@ class _AttentionKernel:
             following = [
                 self._following(emit, block + which, (tile, tile.keys), (tile, tile.values)) for which in range(at_once)
             ]
-            keys = [_of_block(emit, tile.stride, tile.blocks, tile.keys, block + which) for which in range(at_once)]
+            keys = [of_block(emit, tile.stride, tile.blocks, tile.keys, block + which) for which in range(at_once)]
             into = scores + (block * self._block - work.first) * _FLOAT
 
             def head(index: Int, _: list[Vec]) -> None:
@@ -261,7 +224,7 @@ class _AttentionKernel:
 
         emit.loop(begin, end, at_once, run)
 
-    def _following(self, emit: Emitter, block: Int, now: tuple[_QueryTile, Int], then: tuple[_QueryTile, Int]) -> Int:
+    def _following(self, emit: Emitter, block: Int, now: tuple[QueryTile, Int], then: tuple[QueryTile, Int]) -> Int:
         """Return the address of what to prefetch at a block: some blocks ahead of it, or at the start of `then`.
 
         now, then: a tile, and the address of its keys or values in block 0.
@@ -271,7 +234,7 @@ class _AttentionKernel:
         inside = ahead.less(tile.high)
         after = (next_tile.low + (ahead - tile.high)).least(next_tile.high - 1)
         blocks, start = tile.blocks.where(inside, next_tile.blocks), base.where(inside, next_base)
-        return _of_block(emit, tile.stride, blocks, start, ahead.where(inside, after))
+        return of_block(emit, tile.stride, blocks, start, ahead.where(inside, after))
 
     def _score_helper(self, rows: int, blocks: int) -> Callable[..., None]:
         """Add a helper: scores of `rows` queries with all keys of some consecutive blocks of the sequence."""
@@ -306,7 +269,7 @@ class _AttentionKernel:
 
     # ------------------------------------------------------------------ weights and values
 
-    def _finish_token(self, emit: Emitter, work: _Work, token: Int, out: Int) -> None:
+    def _finish_token(self, emit: Emitter, work: Work, token: Int, out: Int) -> None:
         """Turn a token's scores into weights and sum its values; prefetch the next values, then the next tile's keys.
 
         out: address of the first head of the first row.
@@ -322,7 +285,7 @@ class _AttentionKernel:
         weigh = self._weigh_helper()
 
         def block(index: Int, _: list[Vec]) -> None:
-            values = _of_block(emit, tile.stride, tile.blocks, tile.values, index)
+            values = of_block(emit, tile.stride, tile.blocks, tile.values, index)
             following = self._following(emit, index, (tile, tile.values), (coming, coming.keys))
             begin = index * self._block
             first, last = begin.most(lowest), (begin + self._block).least(position + 1)
@@ -339,7 +302,8 @@ class _AttentionKernel:
 
         def begin_row(row: Int, _: list[Vec]) -> None:
             inverse = work.inverses + row * (LANES * _FLOAT)
-            weigh(emit, scores + row * self._score_bytes, lowest, position, work.first, inverse)
+            sink = [work.sinks + (tile.head * group + row) * _FLOAT] if self._sinks else []
+            weigh(emit, scores + row * self._score_bytes, lowest, position, work.first, inverse, *sink)
             for offset in range(0, self._width, LANES):
                 emit.store(emit.vec(0.0), work.sums + row * row_bytes + offset * _FLOAT, "float32")
 
@@ -361,7 +325,7 @@ class _AttentionKernel:
         def body(emit: Emitter, *arguments: Int) -> None:
             softmax_row(emit, *arguments, cap=self._shape.softcap)
 
-        return self._code.helper(f"{self._name}_weigh", 5, body)
+        return self._code.helper(f"{self._name}_weigh", 6 if self._sinks else 5, body)
 
     def _values_helper(self, rows: int) -> Callable[..., None]:
         """Add a helper: add the weighted values of places begin to end - 1 of a block to the sums of `rows` heads."""
@@ -388,11 +352,6 @@ class _AttentionKernel:
                     emit.store(total, place, "float32")
 
         return self._code.helper(f"{self._name}_values_{rows}", 6, body)
-
-
-def _of_block(emit: Emitter, stride: Int, blocks: Int, base: Int, block: Int) -> Int:
-    """Return the address of what lies at `base` in block 0, in the sequence's block with this index."""
-    return base + emit.load_int32(blocks + block * 4) * stride
 
 
 def _parts(places: Sequence[tuple[int, int, int]], most: int) -> list[Sequence[tuple[int, int, int]]]:

@@ -229,15 +229,24 @@ class CpuKernels:
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, : shape.num_heads]
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan, scales: KVScales | None = None
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        shape: AttentionShape,
+        plan: AttentionPlan,
+        scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
         assert scales is None, "there is no cache in fp8 here"
         out = self._new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
         block_size = kv_layer.shape[3]
-        kernel = cpu_attention.attention(self._code, _dtype(q), shape, block_size, plan.max_model_len)
+        length, with_sinks = plan.max_model_len, sinks is not None
+        kernel = cpu_attention.attention(self._code, _dtype(q), shape, block_size, length, with_sinks)
         stride = q.stride(0) * q.element_size()
-        arguments = (q.data_ptr(), stride, *cache_arguments(kv_layer), out.data_ptr(), plan.table.ctypes.data)
+        sink = 0 if sinks is None else _addresses(sinks)[0]
+        where = (*cache_arguments(kv_layer), out.data_ptr(), plan.table.ctypes.data)
+        arguments = (q.data_ptr(), stride, *where, sink)
         self._launch(KernelLaunch(kernel, plan.name, 1, 1, arguments), plan.num_tiles)
         return out
 

@@ -180,11 +180,17 @@ class GpuKernels:
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, :heads]
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, shape: AttentionShape, plan: AttentionPlan, scales: KVScales | None = None
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        shape: AttentionShape,
+        plan: AttentionPlan,
+        scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(plan, GpuAttentionPlan)
         out = self.new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
-        return self.run(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales))
+        return self.run(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales, sinks))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         y = self.new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)

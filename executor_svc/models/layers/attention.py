@@ -57,19 +57,22 @@ class Attention:
         norms: HeadNorms | None,
         scales: KVScales | None,
         kernels: Kernels,
+        sinks: Tensor | None = None,
     ) -> None:
+        """sinks: as in `Kernels.attention`."""
         self._shape = shape
         self._qkv = qkv
         self._output = output
         self._norms = norms
         self._scales = scales
         self._kernels = kernels
+        self._sinks = sinks
 
     def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """Return [T, hidden] for x [T, hidden]; write this step's keys and values to kv_layer."""
         qkv = self._qkv(x)
         q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, self._norms, self._scales)
-        return self._output(self._kernels.attention(q, kv_layer, self._shape, plan, self._scales))
+        return self._output(self._kernels.attention(q, kv_layer, self._shape, plan, self._scales, self._sinks))
 
 
 def pad_output(weight: Tensor, shape: AttentionShape) -> Tensor:

@@ -69,6 +69,8 @@ def part_of(name: str, spec: DecoderSpec, share: Share) -> Part | None:
         return Part((share.of(spec.vocab_size),), False, spec.vocab_size)
     heads, keys, inner = _heads(spec, share), _kv_heads(spec, share), share.of(spec.intermediate_size)
     module, names = name.rpartition("layers.")[2].partition(".")[2], spec.names
+    if module == "self_attn":  # its sinks
+        return Part((share.of(spec.num_heads),), False, spec.num_heads)
     if module == names.output:
         return Part((heads,), True, spec.num_heads * spec.head_size)
     if module == names.down:

@@ -23,6 +23,10 @@ PROBE_NAME = "cadenza_probe"
 """Name of the attention during a probe: masks are described instead of made, see `probe.describe_mask`."""
 
 
+SINKS = "s_aux"
+"""Argument of attention: one more score of each head, [H], of no value."""
+
+
 class Attend(Protocol):
     """The signature of attention in transformers' models."""
 
@@ -100,7 +104,9 @@ class PagedAttention:
         kv_layer, scales = self._kv_layers[index], self._scales[index]
         qkv = _joined(query, key, value, shape, self._rope.cos.dtype)
         q = self._kernels.rope_write_kv(qkv, self._rope, kv_layer, shape, plan, scales=scales)
-        attended = self._kernels.attention(q, kv_layer, shape, plan, scales)
+        sinks = options.get(SINKS)
+        wide = None if sinks is None else sinks.float().contiguous()
+        attended = self._kernels.attention(q, kv_layer, shape, plan, scales, wide)
         heads = attended.view(1, qkv.shape[0], shape.num_heads, shape.padded_head_size)
         return heads[..., : value.shape[-1]].to(value.dtype), None
 

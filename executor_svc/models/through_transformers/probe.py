@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.through_transformers.attention import PROBE_NAME, attending
+from executor_svc.models.through_transformers.attention import PROBE_NAME, SINKS, attending
 from executor_svc.models.through_transformers.attention_patches import AttentionPatch
 
 _NUM_TOKENS = 3
 
-_UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask")
+_UNSUPPORTED = ("sinks", "position_bias", "head_mask")
 """Arguments that change the result of attention, and that Cadenza's kernels do not have."""
 
-_HARMLESS = ("position_ids", "cache_position")
-"""Tensor arguments without effect on attention; any other tensor is assumed to have an effect."""
+_KNOWN = (SINKS, "position_ids", "cache_position")
+"""Tensor arguments that Cadenza's attention has, or that have no effect; any other is assumed to have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,15 @@ def _layer(
 ) -> LayerAttention:
     where = type(module).__name__
     unknown = [name for name in _UNSUPPORTED if options.get(name) is not None]
-    unknown += [name for name, option in options.items() if isinstance(option, Tensor) and name not in _HARMLESS]
+    unknown += [name for name, option in options.items() if isinstance(option, Tensor) and name not in _KNOWN]
     if unknown:
         raise ModelConfigError(f"{where} needs {unknown[0]} in attention, which Cadenza's does not have")
     if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
         raise ModelConfigError(f"{where} is not causal")
     heads, kv_heads = query.shape[1], key.shape[1]
+    sinks = options.get(SINKS)
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ModelConfigError(f"{where} has sinks of shape {list(sinks.shape)}, not one for each of {heads} heads")
     tokens = (1, _NUM_TOKENS)
     if {(x.shape[0], x.shape[2]) for x in (query, key, value)} != {tokens} or heads % kv_heads:
         shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))

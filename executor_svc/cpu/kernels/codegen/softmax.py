@@ -11,12 +11,21 @@ _FLOAT = ITEM_BYTES["float32"]
 
 
 def softmax_row(
-    emit: Emitter, scores: Int, lowest: Int, position: Int, first: Int, inverse: Int, *, cap: float | None
+    emit: Emitter,
+    scores: Int,
+    lowest: Int,
+    position: Int,
+    first: Int,
+    inverse: Int,
+    sink: Int | None = None,
+    *,
+    cap: float | None,
 ) -> None:
     """Turn scores into exp(score - maximum), 0 for masked keys; write 1 over their sum to every lane of `inverse`.
 
     Positions lowest to position are seen. scores: address of the score of position `first`, a multiple of LANES; scores
     of whole vectors are there. With a cap, a score is cap * tanh(stored score). A lane is a position modulo LANES.
+    sink: address of one more score, which has no value and no cap; it is the first of its lane.
     """
     begin, end = lowest // LANES * LANES, position + 1
 
@@ -34,7 +43,8 @@ def softmax_row(
         # The maximum ignores NaN; its weight, and therefore the sum, is then NaN.
         return [where(emit, seen(at), score, emit.vec(float("-inf"))).larger(highest[0])]
 
-    peak = emit.loop(begin, end, LANES, find_highest, [emit.vec(float("-inf"))])[0].highest()
+    extra = emit.vec(float("-inf")) if sink is None else emit.load_all(sink, "float32")
+    peak = emit.loop(begin, end, LANES, find_highest, [extra])[0].highest()
 
     def weigh(at: Int, sums: list[Vec]) -> list[Vec]:
         place = scores + (at - first) * _FLOAT
@@ -42,5 +52,7 @@ def softmax_row(
         emit.store(weight, place, "float32")
         return [sums[0] + weight]
 
-    sums = emit.loop(begin, end, LANES, weigh, [emit.vec(0.0)])
+    nothing = emit.vec(0.0)
+    at_first = nothing if sink is None else where(emit, emit.first(emit.integer(1)), exp(extra - peak), nothing)
+    sums = emit.loop(begin, end, LANES, weigh, [at_first])
     emit.store(emit.vec(1.0) / sums[0].total(), inverse, "float32")

@@ -20,6 +20,8 @@ from executor_svc.gpu.kernels.attention.tile import (
     first_seen,
     query_places,
     rows_and_columns,
+    sink_exponents,
+    with_sink,
 )
 from executor_svc.gpu.kernels.attention.variants import cases, variants_of
 from executor_svc.gpu.kernels.variant import Variant
@@ -57,7 +59,7 @@ def find_sequence(query_start_loc, tile, num_seqs, tile_tokens):
         "block_bits",
         "window",
     ],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale", "sinks"],
 )
 def attention_kernel(
     q,
@@ -68,6 +70,7 @@ def attention_kernel(
     out,
     k_scale,
     v_scale,
+    sinks,
     q_stride,
     table_stride,
     num_seqs,
@@ -90,6 +93,7 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     COPIES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -126,7 +130,7 @@ def attention_kernel(
     low = first_seen(position, window, HAS_WINDOW)
     high = tl.where(length > 0, position + count, 0)
     clear_from = tl.cdiv(first_seen(position + count - 1, window, HAS_WINDOW), TILE)
-    acc, _, total = attend(
+    acc, greatest, total = attend(
         query,
         cache,
         head,
@@ -156,6 +160,9 @@ def attention_kernel(
     places = query_places(
         out, rows, token, head, first_token, num_kv_heads * group * HEAD_SIZE, group, HEAD_SIZE, PADDED
     )
+    if HAS_SINKS:
+        exponents = sink_exponents(sinks, rows, head, group, softcap, HAS_SOFTCAP)
+        acc, total = with_sink(acc, greatest, total, exponents)
     result = divided(acc, total, head, v_scale, HAS_SCALES)
     tl.store(places, result.to(out.dtype.element_ty), mask=there)
 
@@ -183,6 +190,7 @@ def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = N
         call.out,
         call.k_scale,
         call.v_scale,
+        call.sinks,
         call.q.stride(0),
         call.block_tables.stride(0),
         call.num_seqs,

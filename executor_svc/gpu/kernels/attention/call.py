@@ -57,6 +57,8 @@ class AttentionCall:
     """[KVH] float32: scales of keys in fp8."""
     v_scale: Tensor | None = None
     """[KVH] float32: scales of values in fp8."""
+    sinks: Tensor | None = None
+    """[H] float32: one more score of each head, of no value."""
 
     @property
     def num_seqs(self) -> int:
@@ -119,6 +121,7 @@ class AttentionCall:
             window,
             softcap,
             self._num_rows < MOST_ROWS,
+            self.sinks is not None,
         )
 
     @property
@@ -156,6 +159,9 @@ class AttentionCall:
         self._check_q()
         self._check_cache()
         self._check_batch()
+        if self.sinks is not None:
+            fits = self.sinks.dtype == torch.float32 and self.sinks.shape == (self.num_heads,)
+            _need(fits and self.sinks.is_contiguous(), "sinks", "must be [H] float32")
         _need(self.scale > 0, "scale", "must be above 0")
         _need(self.softcap is None or self.softcap > 0, "softcap", "must be above 0")
         _need(self.window is None or self.window >= 1, "window", "must be at least 1")

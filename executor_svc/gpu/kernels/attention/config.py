@@ -71,6 +71,7 @@ class AttentionKind:
     softcap: bool = False
     countable: bool = True
     """Whether the pool has fewer rows, those of other layers included, than MOST_ROWS."""
+    sinks: bool = False
 
     @property
     def scales(self) -> bool:
@@ -144,6 +145,8 @@ _DRAFTS = {
 """With 4 warps, most of them spill."""
 _DRAFTS_COPIED = _DRAFTS | {("fp8", 64): AttentionConfig(DRAFTS_ROWS, 64, 4, 3)}
 """With 8 warps, these spill."""
+_DRAFTS_SINKS = _DRAFTS | {("16", 64): AttentionConfig(DRAFTS_ROWS, 32, 4, 3)}
+"""With a window and longer tiles, these spill."""
 _HOPPER_WIDE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 64, 8, 2),
@@ -199,13 +202,14 @@ def _may_copy(kind: AttentionKind, phase: Phase, arch: int) -> bool:
 
 def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mapping[tuple[str, int], AttentionConfig]:
     if phase is Phase.DRAFTS:
-        return _DRAFTS_COPIED if copies else _DRAFTS
+        return _DRAFTS_COPIED if copies else _DRAFTS_SINKS if kind.sinks and kind.window else _DRAFTS
     if phase in _DECODES and not kind.wide:
-        if arch // 10 == 9 and not kind.softcap:
+        more = kind.softcap or kind.sinks
+        if arch // 10 == 9 and not more:
             spills = kind.window or kind.dtype != torch.bfloat16
             table = _HOPPER_DECODE_COPIED if copies else _DECODE if spills else _HOPPER_DECODE_BF16
             return table if phase is Phase.SPLIT else table | _HOPPER_UNSPLIT
-        if kind.softcap:
+        if more:
             return _SPLIT_SOFTCAP if phase is Phase.SPLIT else _DECODE_SOFTCAP
         return _DECODE
     if arch in _SMALL_ARCHS or arch < 90:
@@ -228,6 +232,7 @@ def constants(kind: AttentionKind, config: AttentionConfig) -> dict[str, Any]:
         "HAS_WINDOW": kind.window,
         "HAS_SOFTCAP": kind.softcap,
         "HAS_SCALES": kind.scales,
+        "HAS_SINKS": kind.sinks,
         "COPIES": config.copies,
         "STAGES": config.num_stages,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from executor_svc.gpu.kernels.attention.tile import query_places, rows_and_columns
+from executor_svc.gpu.kernels.attention.tile import query_places, rows_and_columns, sink_exponents
 
 
 @triton.jit
@@ -16,6 +16,7 @@ def merged(
     rows,
     there,
     count,
+    sink,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     MOST: tl.constexpr,
@@ -27,6 +28,7 @@ def merged(
         values, stats, num_rows: as in `record`.
         rows, there: [ROWS] rows of a record, and whether they exist.
         count: segments, at most MOST.
+        sink: None, or [ROWS] of `sink_exponents`.
         CHUNK: segments that are loaded at once.
     """
     # Past the L1 cache: other programs have just written them.
@@ -36,8 +38,12 @@ def merged(
     greatest = tl.load(places, mask=known, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(places + 1, mask=known, other=0.0, cache_modifier=".cg")
     highest = tl.max(greatest, 0)
+    if sink is not None:
+        highest = tl.maximum(highest, sink)
     highest = tl.where(there, highest, 0.0)
     total = tl.sum(totals * tl.exp2(greatest - highest[None, :]), 0)
+    if sink is not None:
+        total += tl.exp2(sink - highest)
     columns = tl.arange(0, PADDED)
     acc = tl.zeros([rows.shape[0], PADDED], tl.float32)
     for first in range(0, count, CHUNK):
@@ -62,23 +68,30 @@ def write_merged(
     count,
     out,
     v_scale,
+    sinks,
     head,
     start,
     num_kv_heads,
     group,
+    softcap,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     MOST: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
 ):
     """Write the results of the first num_there rows of a KV head; other arguments as in `merged` and `query_places`."""
     # More would spill: the other loop of such kernels needs more registers.
-    chunk: tl.constexpr = 2 if out.dtype.element_ty == tl.float32 else 4 if HAS_SCALES else 8
+    chunk: tl.constexpr = 2 if out.dtype.element_ty == tl.float32 else 4 if HAS_SCALES or HAS_SINKS else 8
     at_once: tl.constexpr = 512 // PADDED
     for first in range(0, num_there, at_once):
         rows = first + tl.arange(0, at_once)
         there = rows < num_there
-        result = merged(values, stats, num_rows, rows, there, count, HEAD_SIZE, PADDED, MOST, chunk)
+        sink = None
+        if HAS_SINKS:
+            sink = sink_exponents(sinks, rows, head, group, softcap, HAS_SOFTCAP)
+        result = merged(values, stats, num_rows, rows, there, count, sink, HEAD_SIZE, PADDED, MOST, chunk)
         if HAS_SCALES:
             result *= tl.load(v_scale + head)
         stride = num_kv_heads * group * HEAD_SIZE

@@ -78,7 +78,9 @@ class GpuAttentionPlan:
         unscaled = kv_layer.dtype == torch.float8_e4m3fn and given is None
         return self._unscaled if unscaled else given
 
-    def attend(self, q: Tensor, kv_layer: Tensor, out: Tensor, given: KVScales | None = None) -> None:
+    def attend(
+        self, q: Tensor, kv_layer: Tensor, out: Tensor, given: KVScales | None = None, sinks: Tensor | None = None
+    ) -> None:
         """Enqueue attention of q [T, H, D] over the sequences of the step; out: [T, H * D]."""
         shape, seqs, scales = self._shape, self._num_seqs, self.scales(kv_layer, given)
         call = AttentionCall(
@@ -95,6 +97,7 @@ class GpuAttentionPlan:
             shape.softcap,
             None if scales is None else scales.k,
             None if scales is None else scales.v,
+            sinks,
         )
         kind, lengths = call.kind, (self._max_query_len, self._max_seq_len)
         if default_segments(kind).wants_split(seqs, shape.num_kv_heads, *lengths, self._num_sms, split_tokens(kind)):

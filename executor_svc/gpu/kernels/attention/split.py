@@ -25,6 +25,8 @@ from executor_svc.gpu.kernels.attention.tile import (
     first_seen,
     query_places,
     rows_and_columns,
+    sink_exponents,
+    with_sink,
 )
 from executor_svc.gpu.kernels.attention.variants import cases, variants_of
 from executor_svc.gpu.kernels.variant import Variant
@@ -50,7 +52,7 @@ def split_tokens(kind: AttentionKind) -> int:
         "max_tokens",
         "window",
     ],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale", "sinks"],
 )
 def split_kernel(
     q,
@@ -61,6 +63,7 @@ def split_kernel(
     out,
     k_scale,
     v_scale,
+    sinks,
     sums,
     stats,
     counters,
@@ -86,6 +89,7 @@ def split_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     COPIES: tl.constexpr,
     STAGES: tl.constexpr,
     MANY: tl.constexpr,
@@ -157,6 +161,9 @@ def split_kernel(
     )
     if count == 1:
         places = query_places(out, rows, token, head, start, num_kv_heads * group * HEAD_SIZE, group, HEAD_SIZE, PADDED)
+        if HAS_SINKS:
+            exponents = sink_exponents(sinks, rows, head, group, softcap, HAS_SOFTCAP)
+            acc, total = with_sink(acc, greatest, total, exponents)
         result = divided(acc, total, head, v_scale, HAS_SCALES)
         tl.store(places, result.to(out.dtype.element_ty), mask=there)
     else:
@@ -167,8 +174,8 @@ def split_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(count, parts) - 1:
             tl.store(counter, 0)
             write_merged(
-                values, weights, records, num_rows, count, out, v_scale, head, start, num_kv_heads, group,
-                HEAD_SIZE, PADDED, MOST, HAS_SCALES,
+                values, weights, records, num_rows, count, out, v_scale, sinks, head, start, num_kv_heads, group,
+                softcap, HEAD_SIZE, PADDED, MOST, HAS_SCALES, HAS_SINKS, HAS_SOFTCAP,
             )  # fmt: skip
 
 
@@ -204,6 +211,7 @@ def split_attention(
         call.out,
         call.k_scale,
         call.v_scale,
+        call.sinks,
         sums,
         stats,
         scratch.counters,

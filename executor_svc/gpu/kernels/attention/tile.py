@@ -113,6 +113,32 @@ def weigh(
 
 
 @triton.jit
+def sink_exponents(sinks, rows, head, group, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Return the sinks of a KV head's rows [ROWS] as exponents of 2, without what `weigh` leaves out of capped scores.
+
+    sinks: [H] float32; softcap: the factor of capped scores.
+    """
+    exponents = tl.load(sinks + head * group + rows % group) * 1.4426950408889634
+    if HAS_SOFTCAP:
+        exponents -= softcap * 0.5
+    return exponents
+
+
+@triton.jit
+def with_sink(acc, greatest, total, sink):
+    """Return weighted values and sums of weights of rows that have one more weight, of no value.
+
+    Args:
+        acc, greatest, total: as `attend` returns them.
+        sink: [ROWS], from `sink_exponents`.
+    """
+    highest = tl.maximum(greatest, sink)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    shrink = tl.exp2(greatest - base)
+    return acc * shrink[:, None], tl.exp2(sink - base) + total * shrink
+
+
+@triton.jit
 def divided(acc, total, head, v_scale, HAS_SCALES: tl.constexpr):
     """Return weighted values [ROWS, PADDED] divided by the sums of their weights, 0 without weights."""
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]

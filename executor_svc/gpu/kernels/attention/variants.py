@@ -30,6 +30,8 @@ _TYPES = {
 _QUICK = ("128 bf16", "128 bf16 copied")
 _ANY_BLOCK = 16
 """Represents all block sizes for which the copy engine is not used."""
+_EXTRAS = ((False, False), (True, False), (False, True))
+"""Softcap and sinks: no model has both."""
 _WIDE_GROUP = 17
 """A number of query heads per KV head that does not fit a decode tile."""
 
@@ -38,8 +40,8 @@ def name_of(kind: AttentionKind) -> str:
     """Return the part of variants' names that identifies a kind."""
     kv = f" kv-{_TYPES[kind.kv_dtype]}" if kind.scales else ""
     copied = kind.block_size == COPIED_BLOCK
-    marks = (" window" * kind.window, " softcap" * kind.softcap, " wide" * kind.wide, " copied" * copied)
-    return f"{kind.head_size} {_TYPES[kind.dtype]}{kv}" + "".join(marks)
+    marks = {"window": kind.window, "softcap": kind.softcap, "sinks": kind.sinks, "wide": kind.wide, "copied": copied}
+    return " ".join([f"{kind.head_size} {_TYPES[kind.dtype]}{kv}", *(name for name, there in marks.items() if there)])
 
 
 def cases(phase: Phase) -> Iterator[AttentionKind]:
@@ -49,8 +51,9 @@ def cases(phase: Phase) -> Iterator[AttentionKind]:
     for head_size, (dtype, kv_dtype), group in product(HEAD_SIZES, _dtypes(), groups):
         if phase is Phase.DRAFTS and dtype == torch.float32:
             continue
-        for window, softcap, block_size in product((False, True), (False, True), (_ANY_BLOCK, COPIED_BLOCK)):
-            kind = AttentionKind(head_size, dtype, kv_dtype, block_size, group, window, softcap)
+        kinds = product((False, True), _EXTRAS, (_ANY_BLOCK, COPIED_BLOCK))
+        for window, (softcap, sinks), block_size in kinds:
+            kind = AttentionKind(head_size, dtype, kv_dtype, block_size, group, window, softcap, sinks=sinks)
             if block_size == _ANY_BLOCK or attention_config(kind, phase, 90).copies:
                 yield kind
 
@@ -89,6 +92,7 @@ def variants_of(
             mark = "" if len(by_config) == 1 else f" sm{archs[0]}"
             fixed = constants(case, config) | more(config)
             fixed |= {} if case.scales else {"k_scale": None, "v_scale": None}
+            fixed |= {} if case.sinks else {"sinks": None}
             known = _types(case, config) | dict(pointers)
             signature = {name: "constexpr" if name in fixed else known.get(name, "i32") for name in kernel.arg_names}
             divisible = ("q", "cache", "out", "q_stride", *pointers)
@@ -116,5 +120,5 @@ def _types(case: AttentionKind, config: AttentionConfig) -> dict[str, str]:
     element, kept = _TYPES[case.dtype], _TYPES[case.kv_dtype]
     tile = f"tensordesc<{kept}[{config.tile}, {padded(case.head_size)}]>"
     types = {"q": f"*{element}", "out": f"*{element}", "cache": tile if config.copies else f"*{kept}"}
-    types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
+    types |= dict.fromkeys(("k_scale", "v_scale", "sinks"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
     return types | dict.fromkeys(("query_start_loc", "seq_lens", "block_tables"), "*i32")

@@ -42,6 +42,7 @@ def compare(
     softcap: float | None = None,
     kernels: CpuKernels = KERNELS,
     longest: int = LONGEST,
+    sinks: bool = False,
 ) -> None:
     """Fill permuted blocks with the random keys and values that each sequence's tokens see, and compare all rows."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,9 +61,10 @@ def compare(
     q = torch.zeros(tokens, shape.num_heads, padded, dtype=dtype)
     q[..., :head_size] = torch.randn(tokens, shape.num_heads, head_size, generator=generator).to(dtype)
     b = flat_batch(chunks, tables, block_size, [0] * tokens)
-    found = kernels.attention(q, in_pages(as_kept(cache)), shape, plan_for(kernels, shape, b, longest))
+    sunk = torch.randn(shape.num_heads, generator=generator) * 3 if sinks else None
+    found = kernels.attention(q, in_pages(as_kept(cache)), shape, plan_for(kernels, shape, b, longest), sinks=sunk)
     expected = reference.attention(
-        q, cache, b.query_start_loc, b.seq_lens, b.block_tables, shape.scale, window, softcap
+        q, cache, b.query_start_loc, b.seq_lens, b.block_tables, shape.scale, window, softcap, sunk
     )
     tolerance = {"rtol": 1e-5, "atol": 5e-6} if dtype == F32 else {"rtol": 4e-3, "atol": 1e-5}
     assert found.shape == (tokens, shape.num_heads * padded)
@@ -118,6 +120,56 @@ def test_windows_and_softcaps(
 ) -> None:
     window, softcap, sizes, block_size, dtype = case
     compare(chunks, *sizes, block_size, seed, dtype, window=window, softcap=softcap)
+
+
+@settings(max_examples=40)
+@given(
+    chunks=mixtures(),
+    case=st.sampled_from([(None, None, _WIDE, 16, F32), (7, None, _NARROW, 8, BF16), (64, 0.5, _WIDE, 32, BF16)]),
+    seed=st.integers(0, 2**31),
+)
+def test_sinks(
+    chunks: Chunks, case: tuple[int | None, float | None, tuple[int, int, int], int, torch.dtype], seed: int
+) -> None:
+    """Each head has one more score, of no value."""
+    window, softcap, sizes, block_size, dtype = case
+    compare(chunks, *sizes, block_size, seed, dtype, window=window, softcap=softcap, sinks=True)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_row_with_sinks_has_the_same_bits_in_any_chunk_and_batch(window: int | None) -> None:
+    """With other sequences, in chunks, in blocks of another size, and as items of one head."""
+    shape = AttentionShape(6, 2, 16, 16, 0.25, window)
+    generator = torch.Generator().manual_seed(0)
+    keys, q = torch.randn(130, 2, 2, 16, generator=generator), torch.randn(130, 6, 16, generator=generator)
+    sinks = torch.randn(6, generator=generator) * 2
+    whole: dict[tuple[int, int], torch.Tensor] = {}
+    for block_size, step in ((8, 130), (8, 1), (16, 33), (32, 50), (64, 7)):
+        cache = torch.zeros(130 // block_size + 1, 2, 2, block_size, 16)
+        places = torch.arange(130)
+        cache[places // block_size, :, :, places % block_size] = keys
+        table = list(range(len(cache)))
+        kept, rows = in_pages(as_kept(cache)), []
+        for start in range(0, 130, step):
+            count = min(step, 130 - start)
+            b = flat_batch([(start, count), (start, count)], [table, table], block_size, [0] * 2 * count)
+            both = torch.cat([q[start : start + count].flip(0), q[start : start + count]])
+            found = KERNELS.attention(both, kept, shape, plan_for(KERNELS, shape, b, 130), sinks=sinks)
+            rows.append(found[count:])
+        whole[block_size, step] = torch.cat(rows)
+    assert all(torch.equal(each, whole[8, 130]) for each in whole.values())
+
+
+def test_a_sink_beyond_everything_leaves_nothing_and_one_below_changes_nothing() -> None:
+    shape = AttentionShape(2, 1, 16, 16, 0.25)
+    generator = torch.Generator().manual_seed(0)
+    cache, q = torch.randn(13, 2, 1, 8, 16, generator=generator), torch.randn(100, 2, 16, generator=generator)
+    b = flat_batch([(0, 100)], [list(range(13))], 8, [0] * 100)
+    plan = plan_for(KERNELS, shape, b)
+    without = KERNELS.attention(q, cache, shape, plan).unflatten(1, (2, 16))
+    found = KERNELS.attention(q, cache, shape, plan, sinks=torch.tensor([1e4, -1e4])).unflatten(1, (2, 16))
+    assert not found[:, 0].any()
+    assert torch.equal(found[:, 1], without[:, 1])
 
 
 GROUPS = [(group, dtype) for group in range(1, 14) for dtype in (F32, BF16)]

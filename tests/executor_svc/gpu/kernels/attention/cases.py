@@ -31,6 +31,7 @@ class Sizes:
     kv_dtype: torch.dtype | None = None
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
 
 def make_call(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0) -> AttentionCall:
@@ -52,6 +53,7 @@ def make_call(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0)
     qkv = torch.full((tokens, (heads + 2 * sizes.kv_heads) * width), float("nan"))
     qkv[:-2, : heads * width] = torch.randn(tokens - 2, heads * width, generator=generator) * 3
     scales = [None, None] if kv_dtype != F8 else list(torch.rand(2, sizes.kv_heads, generator=generator) + 0.5)
+    sinks = torch.randn(heads, generator=generator) * 3 if sizes.sinks else None
     return AttentionCall(
         q=qkv.to(device, sizes.dtype)[:, : heads * width].view(tokens, heads, width),
         kv_layer=in_pages(cache.to(kv_dtype).to(device)),
@@ -66,6 +68,7 @@ def make_call(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0)
         softcap=sizes.softcap,
         k_scale=None if scales[0] is None else scales[0].to(device),
         v_scale=None if scales[1] is None else scales[1].to(device),
+        sinks=None if sinks is None else sinks.to(device),
     )
 
 
@@ -97,7 +100,8 @@ def _meaning(call: AttentionCall) -> tuple[Tensor, Tensor]:
     for values in (cache, torch.cat([cache[:, :1], cache[:, 1:].abs()], 1)):
         result = torch.zeros(q.shape, dtype=torch.float64)
         result[~padding] = reference.attention(
-            q[~padding], values, there, lens, call.block_tables.cpu(), call.scale, call.window, call.softcap
-        )
+            q[~padding], values, there, lens, call.block_tables.cpu(), call.scale, call.window, call.softcap,
+            None if call.sinks is None else call.sinks.cpu(),
+        )  # fmt: skip
         results.append(result)
     return results[0], results[1]

@@ -78,6 +78,16 @@ def test_window_and_softcap(window: int | None, softcap: float | None, device: t
     compare([(150, 1), (3, 1), (63, 1), (64, 1)], sizes, device)
 
 
+@pytest.mark.parametrize(
+    "sizes", [Sizes(2, 4), Sizes(1, 3, window=33, softcap=5.0), Sizes(2, 2, window=33, kv_dtype=F8), Sizes(1, 19)]
+)
+def test_sinks(sizes: Sizes, device: torch.device) -> None:
+    """One more score of each head, of no value."""
+    sizes = replace(sizes, sinks=True)
+    compare([(70, 1), (-1, 2), (40, 21), (0, 1)], sizes, device)
+    compare([(90, 1), (0, 1), (-1, 1)], sizes, device)
+
+
 def test_window_over_many_key_tiles(device: torch.device) -> None:
     """Tiles at the window's ends have masks, those between have none, those before are not gone through."""
     compare([(600, 3)], Sizes(1, 2, window=400), device)

@@ -86,6 +86,22 @@ def test_fp8_cache(head_size: int, block_size: int, device: torch.device) -> Non
     compare([(600, 1)], replace(sizes, dtype=torch.float16, window=300, softcap=9.0), device)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(2, 4),
+        Sizes(1, 2, window=300, softcap=9.0),
+        Sizes(1, 4, window=300, kv_dtype=F8),
+        Sizes(1, 4, block_size=COPIED_BLOCK),
+    ],
+)
+def test_sinks(sizes: Sizes, device: torch.device) -> None:
+    """They count once, whether a sequence has one segment or several."""
+    sizes = replace(sizes, sinks=True)
+    compare([(700, 1), (20, 1), (-1, 1), (0, 1)], sizes, device)
+    compare([(700, 3), (20, 2)], sizes, device)
+
+
 def test_long_decode(device: torch.device) -> None:
     """More keys than the segments have at least: 8,192 in 8."""
     compare([(8191, 1)], Sizes(1, 4, 64, 32), device)

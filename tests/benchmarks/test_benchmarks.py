@@ -302,6 +302,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "cpu_limits",
         "cpu_serving",
         "disaggregation",
+        "families",
         "fleet",
         "gateway",
         "lane_scaling",

@@ -26,6 +26,7 @@ from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.panels import PanelWriter, take_panel_rows
 from executor_svc.cpu.kernels.quantized import embedding_rows
 from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host, PackedWeightPart, Part, PartLaunches, RowForms
+from executor_svc.cpu.kernels.recording import CpuRecording
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.tensors import addresses as _addresses
 from executor_svc.cpu.kernels.tensors import cache_arguments
@@ -44,26 +45,6 @@ from executor_svc.device.kernels import (
 )
 
 _HEAD_MULTIPLE = 16
-
-
-class CpuRecording:
-    """Implements `device.kernels.Recording`."""
-
-    def __init__(self, team: Team) -> None:
-        self.rows = "rows"
-        self.launches: list[KernelLaunch] = []
-        self._team = team
-        self._product: int | None = None
-
-    def announce(self, weight: int) -> None:
-        """The next launch is a product with the weight at this address: the product before it prefetches it."""
-        if self._product is not None:
-            last = self.launches[self._product]
-            self.launches[self._product] = replace(last, arguments=(*last.arguments[:-1], weight))
-        self._product = len(self.launches)
-
-    def program(self) -> LaunchProgram:
-        return LaunchProgram(self._team, self.launches)
 
 
 class CpuKernels:

@@ -1,0 +1,27 @@
+"""Launches that are recorded to be run again as one program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
+
+
+class CpuRecording:
+    """Implements `device.kernels.Recording`."""
+
+    def __init__(self, team: Team) -> None:
+        self.rows = "rows"
+        self.launches: list[KernelLaunch] = []
+        self._team = team
+        self._product: int | None = None
+
+    def announce(self, weight: int) -> None:
+        """The next launch is a product with the weight at this address: the product before it prefetches it."""
+        if self._product is not None:
+            last = self.launches[self._product]
+            self.launches[self._product] = replace(last, arguments=(*last.arguments[:-1], weight))
+        self._product = len(self.launches)
+
+    def program(self) -> LaunchProgram:
+        return LaunchProgram(self._team, self.launches)

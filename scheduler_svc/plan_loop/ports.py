@@ -10,6 +10,7 @@ from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult
 from cadenza_common.telemetry.trace_context import TraceContext
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
+from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.gauges import Load
 
@@ -51,7 +52,9 @@ class ModelDescription:
     has_logits_processors: bool = True
     """Whether it supports penalties, logit bias, allowed tokens and bad words."""
     bytes_per_block: int = 0
-    """Bytes of KV per block, over all layers; 0: unknown."""
+    """Bytes of KV per block, over all layers, or with `kv_groups` per page; 0: unknown."""
+    kv_groups: tuple[KVGroup, ...] = ()
+    """Its KV groups; empty: one of all layers without a window, with one page a block."""
     shares_prefixes: bool = True
     """Whether a token's KV depends only on the tokens before it."""
     can_copy: bool = True

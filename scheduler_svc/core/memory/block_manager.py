@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Container, Iterable
 from collections.abc import Sequence as Ids
+from typing import cast
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.kv_groups import GroupSizes
 from scheduler_svc.core.memory.block_moves import Moves
+from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.block_tables import (
     MovedTables,
+    Table,
     check_table,
     clear_tables,
     count_holders,
@@ -28,9 +32,11 @@ from scheduler_svc.core.memory.block_tables import (
     stop_sharing,
 )
 from scheduler_svc.core.memory.block_tiers import BlockTiers
+from scheduler_svc.core.memory.paged_pool import PagedPool, make_tiers
 from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Key, Parent, PrefixCounts, pack_blocks
 from scheduler_svc.core.memory.prefix_lookups import PrefixLookups, may_hit, root_of
 from scheduler_svc.core.memory.rates import MeasuredRates
+from scheduler_svc.core.memory.window_tables import WindowTables
 from scheduler_svc.core.sequences.sequence import Sequence
 
 
@@ -38,7 +44,7 @@ class BlockManager:
     """Allocates blocks to sequences and frees them. Sizes are in tokens unless stated in blocks.
 
     Without `caching` there is no prefix cache; without `rates` every move counts as cheaper than computing.
-    `prefix_counts` are added to.
+    `prefix_counts` are added to. What is free, taken or moved is counted in pages: without `sizes` a block is a page.
     """
 
     def __init__(
@@ -51,29 +57,42 @@ class BlockManager:
         caching: bool = False,
         rates: MeasuredRates | None = None,
         prefix_counts: PrefixCounts | None = None,
+        sizes: GroupSizes | None = None,
+        num_ids: int = 0,
     ) -> None:
+        """num_ids: as in `make_tiers`."""
         self.block_size = block_size
+        self.sizes = sizes
+        self.windows: WindowTables | None = None
+        """Of KV groups with a window; None: there are none."""
         self.prefix_counts = prefix_counts or PrefixCounts()
         self._num_watermark_blocks = int(watermark * num_blocks)
         self.caching = caching
-        self.tiers = BlockTiers(num_blocks, num_host_blocks, block_size, rates)
+        if sizes is None:
+            self.tiers = BlockTiers(BlockPool(num_blocks), BlockPool(num_host_blocks), block_size, rates)
+        else:
+            self.tiers = tiers = make_tiers(num_blocks, num_host_blocks, block_size, rates, sizes, num_ids)
+            if sizes.windows:
+                self.windows = WindowTables(tiers, sizes)
+        self.block_pages = 1 if sizes is None else sizes.block_pages
+        """Pages of a block that a sequence writes to next."""
         self._lookups = PrefixLookups(self.tiers, block_size)
         self.pool = self.tiers.device
         self.host_pool = self.tiers.host
 
     @property
     def num_free(self) -> int:
-        """Number of device blocks that can be taken: unused, or cached without holders."""
+        """Number of device pages that can be taken: unused, or cached without holders."""
         return self.pool.num_free
 
     @property
     def num_cached(self) -> int:
-        """Number of free device blocks that are cached."""
-        return self.pool.num_idle
+        """Number of free device pages that are cached."""
+        return self.pool.num_idle * self.pool.block_pages
 
     @property
     def num_used_host(self) -> int:
-        """Number of host blocks held by swapped-out sequences."""
+        """Number of host pages held by swapped-out sequences."""
         return self.tiers.num_used_host
 
     @property
@@ -85,14 +104,40 @@ class BlockManager:
         """Number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_take(self, num_blocks: int, *, alone: bool, num_more: int = 0) -> bool:
-        """Whether `num_blocks` can be taken of the free ones and `num_more`; `alone` ignores the watermark."""
+    def num_pages_for(self, num_blocks: int, chunk: int = 1) -> int:
+        """Number of pages of so many blocks of a new table, to compute chunks of so many tokens."""
+        return num_blocks if self.sizes is None else self.sizes.num_pages(num_blocks, chunk)
+
+    def num_pages_of(self, sequence: Sequence) -> int:
+        """Number of pages of its blocks."""
+        return self.pool.num_pages_of(sequence.block_ids)
+
+    def pages_of(self, block_ids: Ids[int]) -> Ids[int]:
+        """The pages of device blocks in the group without a window."""
+        if self.sizes is None:
+            return block_ids
+        pool = cast("PagedPool", self.pool)
+        return [page for block_id in block_ids for page in pool.full_pages_of(block_id)]
+
+    def can_take(self, num_pages: int, *, alone: bool, num_more: int = 0) -> bool:
+        """Whether `num_pages` can be taken of the free ones and `num_more`; `alone` ignores the watermark."""
         reserve = 0 if alone else self._num_watermark_blocks
-        return num_blocks + reserve <= self.pool.num_free + num_more
+        return num_pages + reserve <= self.pool.num_free + num_more
 
     def take(self, count: int) -> list[int]:
-        """Take free blocks, evicting cached ones if needed; raises InvariantError if there are too few."""
+        """Take free blocks, evicting cached ones if needed; raises InvariantError if there are too few.
+
+        They are in no window.
+        """
         return self.tiers.take(count)
+
+    def extend(self, sequence: Sequence, count: int) -> list[int]:
+        """Append so many blocks to its table, all in its windows; returns them."""
+        taken = self.tiers.take(count)
+        sequence.block_ids += taken
+        if self.windows is not None:
+            self.windows.extend(sequence)
+        return taken
 
     def free_taken(self, block_ids: Ids[int]) -> None:
         """Free blocks that were taken and are in no block table."""
@@ -202,10 +247,11 @@ class BlockManager:
         found: CachedPrefix | None = None,
         source: Sequence | None = None,
         num_shared: int = 0,
+        chunk: int = 0,
     ) -> None:
         """Allocate the blocks of the first `num_tokens` tokens to a sequence without blocks.
 
-        The first blocks come from `found`, the result of `find_cached_prefix`, or are the first `num_shared` of
+        With windows, to compute chunks of `chunk` tokens; 0: of the most. The first blocks come from `found`, the result of `find_cached_prefix`, or are the first `num_shared` of
         `source`, another sequence of its group. Raises InvariantError if too few are free, or if the sequence has
         blocks already.
         """
@@ -229,17 +275,27 @@ class BlockManager:
                 share_table(self.pool, source, sequence, num_shared, self.block_size)
             sequence.block_ids += taken
             sequence.num_cached_blocks, sequence.cache_node = 0, None
+        if self.windows is not None and self.sizes is not None:
+            self.windows.open(sequence, num_shared, chunk or self.sizes.max_chunk)
         if found and found.num_queried:
             self.prefix_counts.num_queried += found.num_queried
             self.prefix_counts.num_hits += found.num_tokens
             self.prefix_counts.num_host_hits += found.num_host * self.block_size
 
-    def share_blocks(self, source: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Fork: share all blocks of `source` that hold the first `num_tokens` tokens with a child without blocks."""
+    def share_blocks(self, source: Sequence, child: Sequence, num_tokens: int, *, in_windows: bool = True) -> None:
+        """Fork: share all blocks of `source` that hold the first `num_tokens` tokens with a child without blocks.
+
+        Without `in_windows` the child holds none of them in windows: it waits for the source to compute them.
+        """
         num_blocks = self.num_blocks_for(num_tokens)
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
             raise InvariantError(f"sequence {child.sequence_id} cannot share {num_blocks} blocks")
         share_table(self.pool, source, child, num_blocks, self.block_size)
+        if self.windows is not None:
+            if in_windows:
+                self.windows.share(source, child)
+            else:
+                child.windows = [range(0)] * self.windows.num_groups
         cache, node, num_cached = self.tiers.cache, source.cache_node, source.num_cached_blocks
         while node is not None and num_cached > num_tokens // self.block_size:
             node = cache.parent_node(node)
@@ -283,7 +339,9 @@ class BlockManager:
             self.tiers.uncache(block_id)
             return block_id
         (own,) = self.tiers.take(1)
-        self.tiers.moves.copy(block_id, own)
+        self.tiers.copy(block_id, own)
+        if self.windows is not None:
+            self.windows.replace(sequence, index, own)
         sequence.block_ids[index] = own
         self.tiers.drop((block_id,))
         return own
@@ -298,6 +356,8 @@ class BlockManager:
                 self.tiers.uncache(block_id)
         else:
             self.cache_full_blocks(sequence)
+        if self.windows is not None:
+            self.windows.drop(sequence)
         if sequence.host_block_ids:
             self.tiers.drop_host_table(sequence.host_block_ids, sequence.shared_blocks)
         else:
@@ -309,6 +369,9 @@ class BlockManager:
         if self.caching:
             for sequence in sequences:
                 self.cache_full_blocks(sequence)
+        if self.windows is not None:
+            for sequence in sequences:
+                self.windows.drop(sequence)
         # Last first, as in `free`.
         self.tiers.drop([block_id for sequence in sequences for block_id in reversed(sequence.block_ids)])
         for sequence in sequences:
@@ -321,8 +384,8 @@ class BlockManager:
         return max(0, len(sequence.block_ids) - self.num_blocks_for(present))
 
     def num_to_swap(self, sequences: Iterable[Sequence]) -> int:
-        """Number of distinct device blocks of these sequences."""
-        return len(distinct_blocks(device_tables(sequences)))
+        """Number of pages of the distinct device blocks of these sequences."""
+        return self.pool.num_pages_of(distinct_blocks(device_tables(sequences)))
 
     def swap_out(self, sequences: Collection[Sequence]) -> bool:
         """Move all their blocks to the host pool, shared ones once; False without any change if they do not fit.
@@ -331,21 +394,22 @@ class BlockManager:
         """
         tiers = self.tiers
         block_ids = distinct_blocks(device_tables(sequences))
-        if len(block_ids) > tiers.host.num_free or not tiers.moves.swap_ins.keys().isdisjoint(block_ids):
+        if self.pool.num_pages_of(block_ids) > tiers.host.num_free or not tiers.moves.swap_ins.keys().isdisjoint(block_ids):
             return False
         host_of = dict(zip(block_ids, tiers.take_host(len(block_ids)), strict=True))
-        tiers.moves.swap_out_all(host_of)
+        tiers.swap_out_all(host_of)
         moved_tables = MovedTables(tiers.host, host_of)
         for sequence, table in zip(sequences, device_tables(sequences), strict=True):
             moved = moved_tables.hold(table)
+            self._move_windows(sequence, tiers.device, tiers.host, moved)
             tiers.drop_table(*table)
             clear_tables(sequence)
             sequence.host_block_ids, sequence.shared_blocks = moved
         return True
 
     def num_to_swap_in(self, sequences: Iterable[Sequence]) -> int:
-        """Number of distinct host blocks of these sequences."""
-        return len(distinct_blocks(host_tables(sequences)))
+        """Number of pages of the distinct host blocks of these sequences."""
+        return self.host_pool.num_pages_of(distinct_blocks(host_tables(sequences)))
 
     def swap_in(self, sequences: Collection[Sequence]) -> None:
         """Move all their blocks back; raises InvariantError if too few are free, or if this plan swaps them out."""
@@ -355,13 +419,19 @@ class BlockManager:
             raise InvariantError("blocks would be swapped out and in by one plan")
         device_of = dict(zip(host_ids, tiers.take(len(host_ids)), strict=True))
         tiers.quarantine(device_of)
-        tiers.moves.swap_in_all(device_of)
+        tiers.swap_in_all(device_of)
         moved_tables = MovedTables(tiers.device, device_of)
         for sequence, table in zip(sequences, host_tables(sequences), strict=True):
             moved = moved_tables.hold(table)
+            self._move_windows(sequence, tiers.host, tiers.device, moved)
             tiers.drop_host_table(*table)
             clear_tables(sequence)
             sequence.block_ids, sequence.shared_blocks = moved
+
+    def _move_windows(self, sequence: Sequence, source: BlockPool, target: BlockPool, moved: Table) -> None:
+        if self.windows is not None:
+            self.windows.hold_all(sequence, cast("PagedPool", target), moved[0])
+            self.windows.leave_all(sequence, cast("PagedPool", source))
 
     def take_moves(self) -> Moves:
         """Close the plan: return the moves since the last call, and release the blocks that were kept for it."""
@@ -382,3 +452,5 @@ class BlockManager:
             if shared_of(tables) != {shared: shared.num_holders for shared in pool.shared}:
                 raise InvariantError("the sequences that share blocks are miscounted")
         self.tiers.check_integrity(on_device, on_hosts)
+        if self.windows is not None:
+            self.windows.check_integrity(holders)

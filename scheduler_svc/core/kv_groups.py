@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
-_SPARE_TOKENS = 5
-"""Positions before a window that are kept: one for each token that a plan in flight may take back, of which there are 4
-at most, and one for a beam that computes its last token again."""
+_SPARE_TOKENS = 4
+"""Positions before a window that are kept at least: one for each plan in flight, whose result may take a token back."""
 _MIN_CHUNK = 2048
 """Tokens of a chunk that are always allowed: shorter chunks would cost speed, longer ones need more pages."""
 
@@ -47,15 +46,25 @@ class GroupSizes:
         """Pages of a block that is in the window of every group."""
         return self.full_pages + sum(group.pages_per_block for group in self.windows)
 
+    def num_kept(self, window: int) -> int:
+        """Number of the last positions, the next row's own included, that a sequence keeps in a window group.
+
+        Of whole blocks: then a decode needs no more of them at once than the chunks of one token of a sequence that
+        comes back.
+        """
+        return -(-(window + _SPARE_TOKENS) // self.block_size) * self.block_size
+
     def first_block(self, window: int, context_len: int) -> int:
         """The first block of a window group that a sequence with so many computed tokens keeps."""
-        spare = max(self.block_size, _SPARE_TOKENS)
-        return max(0, context_len - window + 1 - spare) // self.block_size
+        return max(0, context_len + 1 - self.num_kept(window)) // self.block_size
 
     def quota(self, window: int, chunk: int) -> int:
-        """The most blocks of a window group that a sequence needs at once to compute chunks of so many tokens."""
-        spare = max(self.block_size, _SPARE_TOKENS)
-        return -(-(chunk + window - 1 + spare) // self.block_size) + 1
+        """The most blocks of a window group that a sequence needs at once to compute chunks of so many tokens.
+
+        With the token after the chunk: no chunk ends before a last token that lacks pages.
+        """
+        # The most blocks that so many positions in a row touch.
+        return (self.num_kept(window) + chunk - 2) // self.block_size + 2
 
     def num_pages(self, num_blocks: int, chunk: int = 1) -> int:
         """Pages of the first blocks of a sequence that is to compute chunks of so many tokens."""
@@ -86,5 +95,5 @@ def group_sizes(
     full_pages = sum(group.pages_per_block for group in groups if group.window is None)
     longest = max((group.window or 0 for group in windows), default=0)
     most = min(max_num_batched_tokens, max(_MIN_CHUNK, 2 * longest)) if windows else max_num_batched_tokens
-    most_ahead = max(most, block_size + _SPARE_TOKENS * (1 + max_drafts))
+    most_ahead = max(most, block_size + (1 + _SPARE_TOKENS) * (1 + max_drafts))
     return GroupSizes(block_size, full_pages, windows, most, most_ahead)

@@ -132,11 +132,11 @@ class BlockManager:
         return self.tiers.take(count)
 
     def extend(self, sequence: Sequence, count: int) -> list[int]:
-        """Append so many blocks to its table, all in its windows; returns them."""
-        taken = self.tiers.take(count)
+        """Append so many blocks to its table; returns them. See `WindowTables.extend`."""
+        taken, num_before = self.tiers.take(count), len(sequence.block_ids)
         sequence.block_ids += taken
         if self.windows is not None:
-            self.windows.extend(sequence)
+            self.windows.extend(sequence, num_before)
         return taken
 
     def free_taken(self, block_ids: Ids[int]) -> None:

@@ -203,7 +203,7 @@ class BlockTiers:
         costs = None if self._rates is None else self._rates.costs
         if costs is None or min(places, default=0) >= 0:
             return len(places)
-        ns_per_token, ns_per_block = costs
+        ns_per_token, ns_per_block = costs[0], costs[1] * self.device.block_pages
         size = self._block_size
         best = num_host = 0
         for index, place in enumerate(places, 1):
@@ -226,7 +226,8 @@ class BlockTiers:
         if count > self.device.num_idle:
             raise InvariantError(f"{count} more blocks needed than are unused, {self.device.num_idle} can be evicted")
         rates = self._rates
-        keeps = self.host.num_blocks > 0 and (rates is None or rates.swap_in_is_cheaper(self._block_size, 1))
+        pages = self.device.block_pages
+        keeps = self.host.num_blocks > 0 and (rates is None or rates.swap_in_is_cheaper(self._block_size, pages))
         for _ in range(count):
             block_id, node = self.device.evict()
             if keeps and self.host.num_free >= self.host.block_pages and self.cache.is_reachable(node):

@@ -69,9 +69,10 @@ class WindowTables:
         return max(0, min(num_tokens, reached * self._sizes.block_size - sequence.num_computed_tokens))
 
     def num_lacking(self, sequence: Sequence) -> int:
-        """Number of pages that its next token lacks, once it has given back what it can."""
+        """Number of pages that its next token lacks, and the last one behind it, once it has given back what it can."""
         self.give_back(sequence)
-        index, num_pages = sequence.num_computed_tokens // self._sizes.block_size, 0
+        is_last_but_one = sequence.num_uncomputed_tokens == 2
+        index, num_pages = (sequence.num_computed_tokens + is_last_but_one) // self._sizes.block_size, 0
         for number, _, group in self._groups():
             lacking = sequence.block_ids[sequence.windows[number].stop : index + 1]
             num_pages += group.pages_per_block * sum(
@@ -79,10 +80,12 @@ class WindowTables:
             )
         return num_pages
 
-    def extend(self, sequence: Sequence) -> None:
-        """Take pages for all blocks at the end of its table, which has grown."""
+    def extend(self, sequence: Sequence, num_before: int) -> None:
+        """Take pages for the blocks by which its table has grown, if it had them for all before, as decodes do."""
         for number, _, _ in self._groups():
             held = sequence.windows[number]
+            if held.stop < num_before:
+                continue
             self._hold(self._tiers.device, number, sequence.block_ids[held.stop :])
             sequence.windows[number] = range(held.start, len(sequence.block_ids))
 

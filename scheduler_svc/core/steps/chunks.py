@@ -24,14 +24,19 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
     num_tokens = min(sequence.num_uncomputed_tokens, budget.chunk)
     if sequence.suspected is not None and not step.is_trial:
         num_tokens = min(num_tokens, max(0, sequence.suspected.start - sequence.num_computed_tokens))
+    num_left = num_covered = sequence.num_uncomputed_tokens
     if lane.blocks.windows is not None:
-        num_tokens = cover(lane, step, sequence, min(num_tokens, _num_before_waiting(lane, sequence)))
+        num_tokens = min(num_tokens, _num_before_waiting(lane, sequence))
+        num_covered = cover(lane, step, sequence, min(num_tokens + 1, num_left))
+        num_tokens = min(num_tokens, num_covered)
     if num_top is not None and sequence.needs_prompt_logprobs:
         num_tokens = budget.take_prompt_logprobs(num_tokens, 1 + num_top)
     if siblings and num_tokens == sequence.num_uncomputed_tokens:
         values = group.spec.sampling.num_listed * len(siblings)  # The prompt is the source's.
         if budget.num_sequences <= len(siblings) or not budget.take_values(values):
             num_tokens -= 1  # The fork does not fit the budget of this step.
+    if num_left - num_tokens == 1 and num_covered < num_left and num_tokens:
+        num_tokens -= 1  # Left alone, the last token would be due, and lacks pages.
     if num_tokens == 0 or not _describe_once(lane, step, budget, sequence):
         return []
     budget.spend(num_tokens)

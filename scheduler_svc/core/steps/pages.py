@@ -70,7 +70,7 @@ def append_pages(
     """Let a sequence whose table has grown by these blocks hold them in its windows, and append them to the executor's
     table. `before`: its windows before."""
     if lane.blocks.windows is not None:
-        lane.blocks.windows.extend(sequence)
+        lane.blocks.windows.extend(sequence, len(sequence.block_ids) - len(block_ids))
     if sequence.described:
         note_appends(lane, step, sequence, block_ids)
         note_windows(lane, step, sequence, before)

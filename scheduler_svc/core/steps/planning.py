@@ -176,6 +176,12 @@ def _make_room(lane: Lane, step: PlannedStep, num_drafts: int) -> None:
     num_ahead = num_drafts + SPARE_TOKENS + sum(each.plan.max_drafts for each in lane.inflight)
     while found := lane.decode_batch.without_room(num_ahead - 1):
         sequences = [sequence for sequence in found if sequence not in lane.pending_copy_on_write]
+        if lane.blocks.windows is not None:
+            # A chunk of this step reads more than the window of the row after it.
+            chunked = {chunk.sequence for chunk in step.chunks}
+            for sequence in sequences:
+                if sequence not in chunked:
+                    lane.blocks.windows.give_back(sequence)
         if not sequences or not lane.blocks.can_take(len(sequences) * lane.blocks.block_pages, alone=False):
             return
         if lane.blocks.sizes is not None:

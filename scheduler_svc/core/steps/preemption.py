@@ -198,6 +198,8 @@ def _append_pages(lane: Lane, step: PlannedStep, beams: list[Sequence], needing_
     for beam in beams:
         lane.blocks.cache_full_blocks(beam)
         extend(lane, step, beam, 1)
+    if not needing_blocks:
+        return
     if lane.blocks.caching:
         for sequence in needing_blocks:
             lane.blocks.cache_full_blocks(sequence)

@@ -33,8 +33,8 @@ class SimulatedGroups:
         return replace(
             plan,
             admitted=[self._seen(sequence, size) for sequence in plan.admitted],
-            append_slots=ints(plan.append_slots)[::size],
-            append_block_ids=ints(plan.append_block_ids)[::size],
+            append_slots=column(ints(plan.append_slots)[::size]),
+            append_block_ids=column(ints(plan.append_block_ids)[::size]),
             reserved=tuple(name for name in plan.reserved if not name.startswith(groups)),
         )
 

@@ -168,7 +168,11 @@ class WindowTables:
             pool = self._tiers.host if sequence.host_block_ids else self._tiers.device
             table = sequence.host_block_ids or sequence.block_ids
             for held, (number, window, group) in zip(sequence.windows, self._groups(), strict=False):
-                if held.stop > len(table) or len(held) > self._sizes.quota(window, self._sizes.most_ahead):
+                most = self._sizes.quota(window, self._sizes.most_ahead)
+                if len(sequence.group.sequences) > 1:
+                    # A sample that comes back has a quota behind the blocks that it shares.
+                    most += self._sizes.num_kept(window) // self._sizes.block_size + 1
+                if held.stop > len(table) or len(held) > most:
                     raise InvariantError(
                         f"sequence {sequence.sequence_id} holds the blocks {held} of {len(table)} in KV group {group.index}"
                     )

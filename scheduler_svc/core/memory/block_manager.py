@@ -394,7 +394,9 @@ class BlockManager:
         """
         tiers = self.tiers
         block_ids = distinct_blocks(device_tables(sequences))
-        if self.pool.num_pages_of(block_ids) > tiers.host.num_free or not tiers.moves.swap_ins.keys().isdisjoint(block_ids):
+        if self.pool.num_pages_of(block_ids) > tiers.host.num_free or not tiers.moves.swap_ins.keys().isdisjoint(
+            block_ids
+        ):
             return False
         host_of = dict(zip(block_ids, tiers.take_host(len(block_ids)), strict=True))
         tiers.swap_out_all(host_of)

@@ -113,7 +113,7 @@ class PagedPool(BlockPool):
         if count > len(self._unused_pages):
             raise InvariantError(f"{count} pages needed, {len(self._unused_pages)} unused")
         split = len(self._unused_pages) - count
-        taken = tuple(self._unused_pages[:split - 1 if split else None:-1])
+        taken = tuple(self._unused_pages[: split - 1 if split else None : -1])
         del self._unused_pages[split:]
         return taken
 

@@ -376,8 +376,14 @@ class SequenceGroup:
 
     @property
     def has_all_results(self) -> bool:
-        """Whether no plan in flight still returns tokens or candidates for its waiting sequences."""
-        return not (self.num_pending_candidates or [each for each in self.waiting_sequences if each.num_pending])
+        """Whether no plan in flight still returns tokens or candidates for its waiting sequences.
+
+        With drafts a sequence may reach its maximum length by fewer plans than were made for it.
+        """
+        return not (
+            self.num_pending_candidates
+            or [each for each in self.waiting_sequences if each.num_pending and each.num_tokens < each.max_len]
+        )
 
     @property
     def can_admit_partially(self) -> bool:

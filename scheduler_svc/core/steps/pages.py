@@ -64,9 +64,7 @@ def note_windows(lane: Lane, step: PlannedStep, sequence: Sequence, before: list
             step.appended += [(sequence, page) for page in pages]
 
 
-def append_pages(
-    lane: Lane, step: PlannedStep, sequence: Sequence, block_ids: list[int], before: list[range]
-) -> None:
+def append_pages(lane: Lane, step: PlannedStep, sequence: Sequence, block_ids: list[int], before: list[range]) -> None:
     """Let a sequence whose table has grown by these blocks hold them in its windows, and append them to the executor's
     table. `before`: its windows before."""
     if lane.blocks.windows is not None:

@@ -1,9 +1,9 @@
 """Which blocks of a sequence's table are in its window, by window group: the pages that it holds there.
 
 `Sequence.windows` has a range of block indexes for each window group. It begins where the next row's window begins, and
-a spare block before; it ends where the next chunk ends, or later. What lies before it is given back when a step is
-planned, and what is given back may be taken at once for the blocks behind it. So a sequence with pages for one chunk has
-pages for all of them.
+some positions before; it ends where the next chunk ends, or later. What lies before it is given back when a step is
+planned, and what is given back may be taken at once for the blocks behind it. So a sequence with pages for one chunk
+has pages for all of them.
 """
 
 from __future__ import annotations
@@ -167,6 +167,8 @@ class WindowTables:
         for sequence in holders:
             pool = self._tiers.host if sequence.host_block_ids else self._tiers.device
             table = sequence.host_block_ids or sequence.block_ids
+            if sequence.may_compute and not self.covers(sequence):
+                raise InvariantError(f"sequence {sequence.sequence_id} lacks KV that its next row reads in a window")
             for held, (number, window, group) in zip(sequence.windows, self._groups(), strict=False):
                 most = self._sizes.quota(window, self._sizes.most_ahead)
                 if len(sequence.group.sequences) > 1:
@@ -174,7 +176,7 @@ class WindowTables:
                     most += self._sizes.num_kept(window) // self._sizes.block_size + 1
                 if held.stop > len(table) or len(held) > most:
                     raise InvariantError(
-                        f"sequence {sequence.sequence_id} holds the blocks {held} of {len(table)} in KV group {group.index}"
+                        f"sequence {sequence.sequence_id} holds {held} of {len(table)} blocks in KV group {group.index}"
                     )
                 counts[id(pool)][number].update(table[held.start : held.stop])
         for pool in (self._tiers.device, self._tiers.host):

@@ -13,7 +13,6 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 
-
 ANY_PAGE = -1
 
 
@@ -50,7 +49,8 @@ def _told(lane: Lane, sequence: Sequence) -> SlotState:
 def _first_pages(lane: Lane, sequence: Sequence, block_ids: list[int]) -> list[int]:
     """With KV groups a slot has the first page of each block in group 0; one before its window may be any."""
     sizes, pool = lane.blocks.sizes, lane.blocks.pool
-    assert sizes is not None and isinstance(pool, PagedPool)
+    assert sizes is not None
+    assert isinstance(pool, PagedPool)
     if sizes.full_pages:
         return [pool.full_pages_of(block_id)[0] for block_id in block_ids]
     held = sequence.windows[0]

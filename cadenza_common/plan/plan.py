@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.plan.sampling import SequenceSampling
 
+KV_GROUP = "kv_group"
+"""In the names of `StepPlan.reserved`: a KV group other than 0, which only executors with several groups have."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:

@@ -9,7 +9,15 @@ from typing import Any
 from cadenza.v1 import execution_pb2 as pb
 from cadenza_common.grammar.wire import spec_from_wire
 from cadenza_common.plan.errors import InvalidPlan
-from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, GroupAppends, GroupTable, PrefixSource, StepPlan
+from cadenza_common.plan.plan import (
+    KV_GROUP,
+    AdmittedSequence,
+    BlockMoves,
+    GroupAppends,
+    GroupTable,
+    PrefixSource,
+    StepPlan,
+)
 from cadenza_common.plan_wire.columns import MOVES, PARTS, PLAN_LISTS, PLAN_NUMBERS, SEQUENCE_NUMBERS, ints_in_slices
 from cadenza_common.plan_wire.sampling import check_count, same_length, sampling_in_slices
 from cadenza_common.serving.slices import SLICE_ITEMS, Work, run_at_once
@@ -19,8 +27,6 @@ _SEQUENCE_ITEMS = 128
 _MAX_ADMITTED = 16_384
 """Most sequences that a plan admits: 2 MiB hold no more with sampling parameters. A garbage collection would hold the
 loop for 45 ms for a million objects."""
-KV_GROUP = "kv_group"
-"""In the names of reserved fields of KV groups other than 0, which executors with several groups have."""
 _MAX_NAMED = 10
 """Maximum reserved fields that an error names."""
 

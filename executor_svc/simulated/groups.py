@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from cadenza_common.plan.errors import InvalidPlan
-from cadenza_common.plan.plan import AdmittedSequence, GroupAppends, PrefixSource, StepPlan
-from cadenza_common.plan_wire.reading import KV_GROUP
+from cadenza_common.plan.plan import KV_GROUP, AdmittedSequence, GroupAppends, PrefixSource, StepPlan
 from executor_svc.plan.arrays import IntArray, check_range, column, ints
 from executor_svc.plan.limits import Limits
 

@@ -420,7 +420,7 @@ class KvGeometry(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
         """The KV groups, in the order of their numbers; empty: one of all layers without a window, with one page a block.
-        At most one has no window.
+        None but the first may have no window.
         """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 All groups have the same block size in tokens. What the core calls a block is one position's block in every group: the
 pages of the group without a window as long as somebody holds the block, those of each window group as long as somebody
-may still read them there (docs/decisions/0060). Lanes of one group without a window and one page a block have none of
+may still read them there (docs/decisions/0061). Lanes of one group without a window and one page a block have none of
 this: a block is a page.
 """
 

@@ -315,11 +315,6 @@ SEEDED_BUGS = (
         found_in=60,
     ),
     SeededBug(
-        "a last token is left alone that lacks pages in a window",
-        "scheduler_svc.core.steps.chunks", "plan_chunk",
-        "and num_covered < num_left", "and False",
-    ),
-    SeededBug(
         "an admission counts no pages of windows",
         "scheduler_svc.core.steps.plain_admission", "_take_blocks",
         "blocks.sizes.num_pages(num_to_take, blocks.sizes.max_chunk)", "num_to_take * blocks.sizes.full_pages",

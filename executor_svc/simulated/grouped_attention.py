@@ -50,8 +50,9 @@ class GroupedAttention:
         sums: U64 = np.zeros(len(rows), np.uint64)
         for index, (slot, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             digests = self._digests(slot, length)
-            right = contributions(digests, self._keys[:length]).sum(dtype=np.uint64)
-            sums[index] = right + self._errors(slot, digests, length - 1)[-1]
+            # An array: numpy warns of sums of scalars beyond 64 bits.
+            read = np.append(contributions(digests, self._keys[:length]), self._errors(slot, digests, length - 1)[-1:])
+            sums[index] = read.sum(dtype=np.uint64)
         return sums
 
     def prompt_contexts(self, wanted: PromptRows) -> U64:

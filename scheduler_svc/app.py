@@ -62,6 +62,10 @@ from scheduler_svc.tenants.registry import Registry
 _LOG = logging.getLogger(__name__)
 _STOP_GRACE_S = 0.5
 
+_NO_PREFIX_CACHE = (
+    "the model has layers with a window, whose KV is given back: there is no prefix cache (--enable-prefix-caching has "
+    "no effect)"
+)
 _NO_TOKENIZER = (
     "the model has no tokenizer: requests must send token ids, as `cadenza generate --ids 5,6,7` does; "
     "--tokenizer names one"
@@ -267,6 +271,8 @@ class Service:
     def _log_choices(self) -> None:
         model, tokenizer, config = self._engine.model, self._model.tokenizer, self._config
         _log_model(model, tokenizer, self._model.max_model_len)
+        if config.enable_prefix_caching and model.has_windows:
+            _LOG.info("%s", _NO_PREFIX_CACHE)
         if tokenizer is None and not config.skip_tokenizer_init:
             _LOG.warning("%s", _NO_TOKENIZER)
         if config.lora and not model.max_loras:
@@ -383,7 +389,7 @@ def _log_model(model: ModelDescription, tokenizer: Tokenizer | None, max_model_l
         model.num_device_blocks, model.block_size, tokenizer.source if tokenizer is not None else "none",
     )  # fmt: skip
     # The last token of a sequence needs no KV.
-    longest = model.num_device_blocks * model.block_size + 1
+    longest = model.num_kv_tokens + 1
     if longest < max_model_len:
         _LOG.warning(
             "the longest request that fits into %d KV blocks has %d tokens, prompt (at most %d) and output together, "

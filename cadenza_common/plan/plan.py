@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.plan.sampling import SequenceSampling
 
+KV_GROUP = "kv_group"
+"""In the names of `StepPlan.reserved`: a KV group other than 0, which only executors with several groups have."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
@@ -20,6 +23,25 @@ class PrefixSource:
     slot: int
     num_tokens: int
     num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTable:
+    """A sequence's blocks in a KV group other than 0: the pages of each block, in the order of positions."""
+
+    kv_group: int
+    first_block: int
+    """The block that the first pages are of, counted from position 0."""
+    page_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAppends:
+    """Blocks appended to the tables of a KV group other than 0: page_ids[i] goes to the table of slots[i]."""
+
+    kv_group: int
+    slots: Sequence[int]
+    page_ids: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -32,7 +54,8 @@ class AdmittedSequence:
     num_prompt_tokens: int
     num_computed_tokens: int
     block_ids: Sequence[int]
-    """All of its blocks; on the wire and in executors, with a source, those after the source's."""
+    """The pages of all of its blocks in KV group 0; on the wire and in executors, with a source, those after the
+    source's."""
     sampling: SequenceSampling
     sample_index: int = 0
     held: bool = False
@@ -50,6 +73,10 @@ class AdmittedSequence:
     """With a grammar: its tenant's number, whose turn it takes to be compiled; 0: there are no tenants."""
     grammar: GrammarSpec | None = None
     """In executors: the constraint on its output, with a source the source's. The scheduler's is in `sampling`."""
+    first_block: int = 0
+    """The block that the first of `block_ids` are of: above 0 only where KV group 0 has a window."""
+    group_tables: Sequence[GroupTable] = ()
+    """Its blocks in the other KV groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +117,9 @@ class StepPlan:
     admitted: list[AdmittedSequence] = field(default_factory=list)
     append_slots: MutableSequence[int] = field(default_factory=list)
     append_block_ids: MutableSequence[int] = field(default_factory=list)
+    """In KV group 0, a slot for each page."""
+    group_appends: Sequence[GroupAppends] = ()
+    """In the other KV groups."""
     held_slots: MutableSequence[int] = field(default_factory=list)
     resumed_slots: MutableSequence[int] = field(default_factory=list)
     given_slots: MutableSequence[int] = field(default_factory=list)

@@ -9,7 +9,15 @@ from typing import Any
 from cadenza.v1 import execution_pb2 as pb
 from cadenza_common.grammar.wire import spec_from_wire
 from cadenza_common.plan.errors import InvalidPlan
-from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, PrefixSource, StepPlan
+from cadenza_common.plan.plan import (
+    KV_GROUP,
+    AdmittedSequence,
+    BlockMoves,
+    GroupAppends,
+    GroupTable,
+    PrefixSource,
+    StepPlan,
+)
 from cadenza_common.plan_wire.columns import MOVES, PARTS, PLAN_LISTS, PLAN_NUMBERS, SEQUENCE_NUMBERS, ints_in_slices
 from cadenza_common.plan_wire.sampling import check_count, same_length, sampling_in_slices
 from cadenza_common.serving.slices import SLICE_ITEMS, Work, run_at_once
@@ -68,13 +76,27 @@ def _moves(part: str, messages: Sequence[pb.BlockMoves], reserved: list[str]) ->
 
 def _appends(part: str, messages: Sequence[pb.BlockAppends], reserved: list[str]) -> _Read:
     columns, names = zip(*PARTS[part], strict=True)
-    return dict(zip(names, (yield from _by_group(part, messages, columns, reserved)), strict=True))
+    check_count(part, messages)
+    first = [message for message in messages if not message.kv_group]
+    fields = dict(zip(names, (yield from _joined(part, first, columns)), strict=True)) if first else {}
+    others: list[GroupAppends] = []
+    for message in messages:
+        if message.kv_group:
+            _note_group(part, message.kv_group, reserved)
+            others.append(GroupAppends(message.kv_group, *(yield from _joined(part, [message], columns))))
+    return fields | {"group_appends": others} if others else fields
 
 
 def _by_group(part: str, messages: Sequence[Any], names: tuple[str, ...], reserved: list[str]) -> Work[list[Any]]:
-    """Read columns of equal length from one message or more, which name their KV groups."""
+    """Read columns of equal length from one message or more, which name KV group 0."""
     check_count(part, messages)
-    _first_group(part, messages, reserved)
+    for message in messages:
+        if message.kv_group:
+            _note_group(part, message.kv_group, reserved)
+    return (yield from _joined(part, messages, names))
+
+
+def _joined(part: str, messages: Sequence[Any], names: tuple[str, ...]) -> Work[list[Any]]:
     for message in messages:
         same_length(part, *(getattr(message, name) for name in names))
     columns = []
@@ -86,9 +108,9 @@ def _by_group(part: str, messages: Sequence[Any], names: tuple[str, ...], reserv
     return columns
 
 
-def _first_group(part: str, messages: Sequence[Any], reserved: list[str]) -> None:
-    """Add KV groups other than 0, which only hybrid models have, to the reserved fields."""
-    reserved.extend(f"{part}.kv_group {message.kv_group}" for message in messages if message.kv_group)
+def _note_group(part: str, kv_group: int, reserved: list[str]) -> None:
+    """Add a KV group other than 0 to the fields that executors of one group refuse."""
+    reserved.append(f"{part}.{KV_GROUP} {kv_group}")
 
 
 def _admitted(part: str, messages: Sequence[pb.AdmittedSequence], reserved: list[str]) -> _Read:
@@ -108,12 +130,22 @@ def _admitted(part: str, messages: Sequence[pb.AdmittedSequence], reserved: list
 def _sequence(message: pb.AdmittedSequence, reserved: list[str]) -> Work[AdmittedSequence]:
     tables = message.block_tables
     check_count("block_tables", tables)
-    _first_group("block_tables", tables, reserved)
     if len({table.kv_group for table in tables}) < len(tables):
         raise InvalidPlan(f"admitted: slot {message.slot} has several block tables in one KV group")
+    first = next((table for table in tables if not table.kv_group), None)
+    if first is not None and first.first_block:
+        reserved.append(f"block_tables.first_block {first.first_block}")
+    others: list[GroupTable] = []
+    for table in tables:
+        if table.kv_group:
+            _note_group("block_tables", table.kv_group, reserved)
+            page_ids = yield from ints_in_slices(table.block_ids)
+            others.append(GroupTable(table.kv_group, table.first_block, page_ids))
     return AdmittedSequence(
         token_ids=(yield from ints_in_slices(message.token_ids)),
-        block_ids=(yield from ints_in_slices(tables[0].block_ids if tables else ())),
+        block_ids=(yield from ints_in_slices(() if first is None else first.block_ids)),
+        first_block=0 if first is None else first.first_block,
+        group_tables=tuple(others),
         sampling=(yield from sampling_in_slices(message.sampling)),
         sample_index=message.sampling.sample_index,
         source=_source(message.source) if message.HasField("source") else None,

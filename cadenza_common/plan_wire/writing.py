@@ -63,6 +63,7 @@ def _extend(field: Any, values: Sequence[int]) -> Work[None]:
 def _num_items(sequence: AdmittedSequence) -> int:
     """The work of describing a sequence, in numbers that take as long."""
     num_items = _SEQUENCE_ITEMS + len(sequence.token_ids) + len(sequence.block_ids) + sequence.sampling.num_values
+    num_items += sum(len(table.page_ids) for table in sequence.group_tables)
     return num_items if sequence.source is None else num_items - sequence.source.num_blocks
 
 
@@ -83,6 +84,8 @@ def _fill_without_admissions(message: pb.StepPlan, plan: StepPlan, epoch: int) -
             to = message.appends.add() if part == "appends" else getattr(message, part)
             for column, name in columns:
                 getattr(to, column).extend(getattr(plan, name))
+    for each in plan.group_appends:
+        message.appends.add(kv_group=each.kv_group, slots=each.slots, block_ids=each.page_ids)
 
 
 def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, with_allowed: bool = True) -> None:
@@ -95,7 +98,12 @@ def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, 
         block_ids = block_ids[source.num_blocks :]
         message.source.slot = source.slot
         message.source.num_tokens, message.source.num_blocks = source.num_tokens, source.num_blocks
-    message.block_tables.add().block_ids.extend(block_ids)
+    table = message.block_tables.add()
+    table.block_ids.extend(block_ids)
+    if sequence.first_block:
+        table.first_block = sequence.first_block
+    for other in sequence.group_tables:
+        message.block_tables.add(kv_group=other.kv_group, first_block=other.first_block, block_ids=other.page_ids)
     fill_sampling(message.sampling, sequence.sampling, sequence.sample_index, with_allowed=with_allowed)
     if grammar is not None and source is None:
         message.grammar.ParseFromString(grammar.spec)

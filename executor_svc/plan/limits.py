@@ -6,6 +6,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class GroupShape:
+    """A KV group: layers that keep the KV of the same positions."""
+
+    window: int = 0
+    """Number of the last positions that a row reads, its own included; 0: all."""
+    pages_per_block: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The executor's capacity, and the limits of one plan."""
 
@@ -27,6 +36,8 @@ class Limits:
     """The most loaded adapters."""
     has_grammars: bool = False
     """Whether sequences may have grammars."""
+    kv_groups: tuple[GroupShape, ...] = ()
+    """Pools are then counted in pages. Empty: one group of all layers, with one page a block."""
     adaptive_drafts: bool = False
     """Whether the scheduler chooses the number of drafts by what steps have cost and accepted."""
 

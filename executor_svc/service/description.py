@@ -25,7 +25,10 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
             num_host_blocks=limits.num_host_blocks,
             bytes_per_block=description.bytes_per_block,
             dtype=description.fingerprint.kv_dtype,
-            num_groups=1,
+            num_groups=max(1, len(limits.kv_groups)),
+            groups=[
+                pb.KvGroup(window=group.window, pages_per_block=group.pages_per_block) for group in limits.kv_groups
+            ],
         ),
         limits=_limits(limits),
         features=sorted(_features(description)),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 
 from cadenza_common.plan.sampling import SequenceSampling
+from scheduler_svc.core.kv_groups import GroupSizes, KVGroup, group_sizes
 
 RequestKey = tuple[str, str]
 """Tenant and request id."""
@@ -131,13 +132,14 @@ class ExecutorSpec:
 
     block_size: int
     num_blocks: int
+    """Pages of the device pool: without `kv_groups` a block is a page."""
     num_slots: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     watermark: float = 0.01
     num_host_blocks: int = 0
-    """Number of blocks in the host pool, the destination of swap-outs."""
+    """Number of pages in the host pool, the destination of swap-outs."""
     shares_prefixes: bool = True
     """Whether a token's KV depends only on the tokens before it, so that requests may share blocks."""
     numerics: bytes = b""
@@ -154,6 +156,25 @@ class ExecutorSpec:
     """The library that follows grammars in it: it runs only grammars checked with the same. Empty: it has none."""
     lacks: frozenset[str] = frozenset()
     """Names of features that it lacks: see `core.placement.candidates`."""
+    kv_groups: tuple[KVGroup, ...] = ()
+    """Its KV groups; empty: one of all layers without a window, with one page a block."""
+
+    @property
+    def group_sizes(self) -> GroupSizes | None:
+        """What its groups take; None: a block is a page."""
+        if not self.kv_groups:
+            return None
+        return group_sizes(self.kv_groups, self.block_size, self.max_num_batched_tokens, self.max_drafts)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether it has KV groups with a window, which have no prefix cache."""
+        return any(group.window is not None for group in self.kv_groups)
+
+    def footprint(self, num_tokens: int, chunk: int = 1) -> int:
+        """Pages that a sequence of so many tokens needs to compute chunks of so many."""
+        num_blocks, sizes = -(-num_tokens // self.block_size), self.group_sizes
+        return num_blocks if sizes is None else sizes.num_pages(num_blocks, chunk)
 
 
 @dataclass(frozen=True, slots=True)

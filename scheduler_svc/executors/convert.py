@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from cadenza_common.grammar.table import GrammarEngine
 from cadenza_common.plan.errors import ProtocolError
+from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.plan_loop.ports import ModelDescription
 
 _DIGEST_DIGITS = 12
@@ -30,6 +33,7 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         num_device_blocks=kv.num_device_blocks,
         num_host_blocks=kv.num_host_blocks,
         bytes_per_block=kv.bytes_per_block,
+        kv_groups=kv_groups_from_wire(kv.groups),
         num_slots=limits.num_slots,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -56,6 +60,23 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         max_loras=limits.max_loras if pb.EXECUTOR_FEATURE_ADAPTERS in message.features else 0,
         max_cpu_loras=limits.max_cpu_loras if pb.EXECUTOR_FEATURE_ADAPTERS in message.features else 0,
     )
+
+
+def kv_groups_from_wire(messages: Iterable[pb.KvGroup]) -> tuple[KVGroup, ...]:
+    """Return KV groups; raises ProtocolError for what no executor has."""
+    groups = tuple(
+        KVGroup(index, message.window or None, message.pages_per_block) for index, message in enumerate(messages)
+    )
+    if any(group.pages_per_block < 1 for group in groups):
+        raise ProtocolError("the executor's description has a KV group with pages_per_block 0")
+    if any(group.window is None for group in groups[1:]):
+        raise ProtocolError("the executor's description has a KV group without a window that is not the first")
+    return groups
+
+
+def kv_groups_to_wire(groups: Iterable[KVGroup]) -> list[pb.KvGroup]:
+    """Return the wire form of KV groups."""
+    return [pb.KvGroup(window=group.window or 0, pages_per_block=group.pages_per_block) for group in groups]
 
 
 def _grammar_engine(message: pb.DescribeResponse) -> bytes:

@@ -104,6 +104,7 @@ def executor_spec(model: ModelDescription, config: SchedulerConfig) -> ExecutorS
         max_cpu_loras=_least(config.max_cpu_loras, model.max_cpu_loras),
         grammar_engine=model.grammar_engine,
         lacks=lacking_features(model),
+        kv_groups=model.kv_groups,
     )
 
 

@@ -10,6 +10,7 @@ from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult
 from cadenza_common.telemetry.trace_context import TraceContext
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
+from scheduler_svc.core.kv_groups import KVGroup, group_sizes
 from scheduler_svc.core.types import RequestSpec
 from scheduler_svc.plan_loop.gauges import Load
 
@@ -51,7 +52,9 @@ class ModelDescription:
     has_logits_processors: bool = True
     """Whether it supports penalties, logit bias, allowed tokens and bad words."""
     bytes_per_block: int = 0
-    """Bytes of KV per block, over all layers; 0: unknown."""
+    """Bytes of KV per block, over all layers, or with `kv_groups` per page; 0: unknown."""
+    kv_groups: tuple[KVGroup, ...] = ()
+    """Its KV groups; empty: one of all layers without a window, with one page a block."""
     shares_prefixes: bool = True
     """Whether a token's KV depends only on the tokens before it."""
     can_copy: bool = True
@@ -72,6 +75,19 @@ class ModelDescription:
     """The most drafts of a sequence in one step; 0: no speculative decoding."""
     adaptive_drafts: bool = False
     """Whether the core chooses their number by what steps have cost and accepted."""
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether it has KV groups with a window, which have no prefix cache."""
+        return any(group.window is not None for group in self.kv_groups)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Number of tokens of one sequence whose KV the device pool holds; with KV groups at most max_model_len."""
+        sizes = group_sizes(self.kv_groups, self.block_size, self.max_num_batched_tokens)
+        if sizes is None:
+            return self.num_device_blocks * self.block_size
+        return sizes.capacity(self.num_device_blocks, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from scheduler_svc.core.adapters.events import (
 )
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, RequestSpec, SessionEnd
 from scheduler_svc.executors import adapters
+from scheduler_svc.executors.convert import kv_groups_from_wire, kv_groups_to_wire
 
 _STOPPING = {
     True: types_pb2.EARLY_STOPPING_TRUE,
@@ -46,6 +47,7 @@ def executor_message(spec: ExecutorSpec) -> pb.RecordedExecutor:
         max_loras=spec.max_loras,
         max_cpu_loras=spec.max_cpu_loras,
         grammar_engine=spec.grammar_engine,
+        kv_groups=kv_groups_to_wire(spec.kv_groups),
     )
 
 
@@ -68,6 +70,7 @@ def executor_spec(message: pb.RecordedExecutor) -> ExecutorSpec:
         max_loras=message.max_loras,
         max_cpu_loras=message.max_cpu_loras,
         grammar_engine=message.grammar_engine,
+        kv_groups=kv_groups_from_wire(message.kv_groups),
     )
 
 

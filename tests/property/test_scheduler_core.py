@@ -25,7 +25,7 @@ from tests.helpers.core.core_checks import check_adapters, check_beams
 from tests.helpers.core.core_histories import MAX_MODEL_LEN, executors, policies, prompts, requests
 from tests.helpers.core.deltas import deltas
 from tests.helpers.core.known import as_lists, known_prompt_logprobs, known_sample
-from tests.helpers.core.lane_rig import BROKEN, LaneRig, fits_one
+from tests.helpers.core.lane_rig import BROKEN, LaneRig, first_pages, fits_one
 
 ENDED_EARLY = (FinishDetail.ABORTED, FinishDetail.EXECUTOR_ERROR)
 MANY_STEPS = 5_000
@@ -341,7 +341,7 @@ class CoreMachine(RuleBasedStateMachine):
         tokens, known_detail = known_sample(spec, MAX_MODEL_LEN, index)
         assert output == tokens[: len(output)]
         if detail is FinishDetail.KV_CAPACITY:
-            sizes = {pool.num_blocks * pool.block_size for pool in self.pools}
+            sizes = {_capacity(pool) for pool in self.pools}
             assert len(spec.prompt_token_ids) + len(output) - 1 in sizes
         elif detail not in ENDED_EARLY:
             assert (output, detail) == (tokens, known_detail)
@@ -390,6 +390,14 @@ class CoreMachine(RuleBasedStateMachine):
             assert output == known_sample(self.specs[key], MAX_MODEL_LEN, index)[0][: len(output)]
         for rig in self.rigs.values():
             rig.check_empty()
+
+
+def _capacity(pool: ExecutorSpec) -> int:
+    """Number of tokens of one sequence that a pool holds."""
+    num_blocks = 0
+    while first_pages(pool, num_blocks * pool.block_size, 1) <= pool.num_blocks and num_blocks < MAX_MODEL_LEN:
+        num_blocks += 1
+    return num_blocks * pool.block_size
 
 
 TestCore = CoreMachine.TestCase

@@ -13,6 +13,7 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.adapters.adapters import FIELD
+from tests.helpers.core.lane_rig import first_pages
 from tests.simulation.adapting import FAILED, INVALID
 from tests.simulation.catalogue import (
     LettersDecoder,
@@ -71,7 +72,7 @@ def _check_refusal(world: World, client: Client) -> None:
     fits = any(
         len(spec.prompt_token_ids) + 1 <= limits.max_model_len
         and spec.num_sequences <= limits.max_num_seqs
-        and len(spec.prompt_token_ids) // limits.block_size + spec.num_sequences <= limits.num_blocks
+        and first_pages(limits, len(spec.prompt_token_ids), spec.num_sequences) <= limits.num_blocks
         for limits in client.refused_by
     )
     _require(not fits, f"refused although it fits: {client.refusal}")
@@ -154,7 +155,8 @@ def _may_fill_pool(world: World, client: Client) -> bool:
         size, num_prompt = limits.block_size, len(spec.prompt_token_ids)
         length = min(limits.max_model_len, num_prompt + (spec.max_tokens or limits.max_model_len))
         num_shared = num_prompt // size
-        if num_shared + spec.num_sequences * (-(-length // size) - num_shared) > limits.num_blocks:
+        num_blocks = num_shared + spec.num_sequences * (-(-length // size) - num_shared)
+        if num_blocks * (sum(group.pages_per_block for group in limits.kv_groups) or 1) > limits.num_blocks:
             return True
     return False
 

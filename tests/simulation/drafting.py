@@ -36,7 +36,7 @@ def num_allowed(model: ModelDescription, plan: StepPlan, slot: Slot) -> int:
     """
     if slot.number in plan.scheduled_slots or slot.number in plan.fork_source_slots:
         return 0
-    places, longest = len(slot.blocks) * model.block_size, slot.max_len - 1
+    places, longest = slot.num_blocks * model.block_size, slot.max_len - 1
     places = longest if places >= longest else places - (model.max_inflight_plans - 1)
     return max(0, min(plan.max_drafts, slot.max_drafts, places - len(slot.tokens)))
 

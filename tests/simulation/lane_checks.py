@@ -114,7 +114,7 @@ def can_hold(world: World, lane: Lane, group: SequenceGroup) -> bool:
 
 def _most_blocks(lane: Lane, num_sequences: int, length: int) -> int:
     """An upper bound of the blocks of so many sequences of this length."""
-    return num_sequences * (-(-(length + 1) // lane.spec.block_size) + 1)
+    return num_sequences * (-(-(length + 1) // lane.spec.block_size) + 1) * lane.blocks.block_pages
 
 
 def _unfinished(group: SequenceGroup) -> list[Sequence]:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, StepPlan
+from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, GroupTable, StepPlan
 from cadenza_common.plan.result import Candidates, LogprobColumns, SlotError, StepResult, TokenLogprobs
+from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.drafting import NO_DRAFTS, DraftPlan, in_order, make_drafts, num_allowed, rows_left, take_drafts
 from tests.simulation.slot import Slot
@@ -66,6 +67,7 @@ class PlanRunner:
         self._source = source
         self._drafts = drafts
         self._size = model.block_size
+        self._groups = model.kv_groups or (KVGroup(0),)
         self._device = [_NOT_WRITTEN] * (model.num_device_blocks * model.block_size)
         self._host = [_NOT_WRITTEN] * (model.num_host_blocks * model.block_size)
         self.slots: dict[int, Slot] = {}
@@ -99,7 +101,7 @@ class PlanRunner:
             self._write(each)
             self._add_prompt_logprobs(prompt_logprobs, each)
         for each in work:
-            self._check_kv(each.slot, each.slot.num_computed + each.num_computed)
+            self._check_kv(each.slot, each.slot.num_computed, each.slot.num_computed + each.num_computed)
             content = self.adapters.get(each.slot.adapter_index, 0)
             _require(content == each.slot.content, f"slot {each.slot.number} computes without its adapter")
         drafts = {each.slot: take_drafts(each.slot, each.num_drafts) for each in work}
@@ -124,8 +126,9 @@ class PlanRunner:
         for _, block in plan.swap_out:
             self._fill(self._host, block)
         for each in work:
-            for place in self._places(each.slot, each.slot.num_computed, each.num_computed):
-                self._device[place] = _SPOILT
+            for _, _, places in self._places(each.slot, each.slot.num_computed, each.num_computed):
+                for place in places:
+                    self._device[place] = _SPOILT
 
     # --- the plan's parts, in the order of execution.proto -----------------------------------------------------------
 
@@ -139,9 +142,9 @@ class PlanRunner:
         if any(admitted.adapter_index for admitted in plan.admitted):
             count = len({slot.adapter_index for slot in self.slots.values()} - {0})
             _require(count <= self.model.max_loras, f"slots have {count} adapters, over {self.model.max_loras}")
-        for number, block in zip(plan.append_slots, plan.append_block_ids, strict=True):
-            _require(0 <= block < self.model.num_device_blocks, f"block {block} is not in the pool")
-            self._slot(number).blocks.append(block)
+        self._append(0, plan.append_slots, plan.append_block_ids)
+        for appends in plan.group_appends:
+            self._append(appends.kv_group, appends.slots, appends.page_ids)
         for number in plan.held_slots:
             self._slot(number).held = True
         for number in plan.resumed_slots:
@@ -152,19 +155,38 @@ class PlanRunner:
         self._move(plan)
         return self._schedule(plan)
 
+    def _append(self, group: int, slots: Sequence[int], pages: Sequence[int]) -> None:
+        size = self._groups[group].pages_per_block
+        for first in range(0, len(slots), size):
+            _require(len({*slots[first : first + size]}) == 1, f"slot {slots[first]}: not all pages of a block")
+            self._slot(slots[first]).tables[group] += self._blocks(group, pages[first : first + size])
+
+    def _blocks(self, group: int, pages: Sequence[int]) -> list[tuple[int, ...]]:
+        size = self._groups[group].pages_per_block
+        _require(len(pages) % size == 0, f"{len(pages)} pages in KV group {group}")
+        _require(all(0 <= page < self.model.num_device_blocks for page in pages), "a page is not in the pool")
+        return [tuple(pages[first : first + size]) for first in range(0, len(pages), size)]
+
+    def _tables(self, admitted: AdmittedSequence) -> list[list[tuple[int, ...]]]:
+        first = GroupTable(0, admitted.first_block, admitted.block_ids)
+        tables: list[list[tuple[int, ...]]] = [[] for _ in self._groups]
+        for table in (first, *admitted.group_tables):
+            tables[table.kv_group] = [()] * table.first_block + self._blocks(table.kv_group, table.page_ids)
+        return tables
+
     def _admit(self, admitted: AdmittedSequence) -> None:
         model, number = self.model, admitted.slot
         _require(0 <= number < model.num_slots and number not in self.slots, f"slot {number} is not free")
-        tokens, blocks = list(admitted.token_ids), list(admitted.block_ids)
+        tokens, tables = list(admitted.token_ids), self._tables(admitted)
         if (source := admitted.source) is not None:
             of = self._slot(source.slot)
             _require(source.num_tokens <= of.num_prompt, f"slot {number}: output of its source")
-            _require(blocks[: source.num_blocks] == of.blocks[: source.num_blocks], f"slot {number}: other blocks")
+            num_blocks = source.num_blocks // self._groups[0].pages_per_block
+            _require(tables[0][:num_blocks] == of.tables[0][:num_blocks], f"slot {number}: other blocks")
             _require(admitted.adapter_index == of.adapter_index, f"slot {number} has another adapter than its source")
             tokens = of.tokens[: source.num_tokens] + tokens
         _require(1 <= admitted.num_prompt_tokens <= len(tokens) <= model.max_model_len, f"slot {number}: bad length")
         _require(admitted.num_computed_tokens < len(tokens), f"slot {number} has nothing to compute")
-        _require(all(0 <= block < model.num_device_blocks for block in blocks), f"slot {number}: bad block")
         _require(admitted.max_drafts <= model.max_drafts, f"slot {number}: {admitted.max_drafts} drafts")
         _require(not (admitted.max_drafts and admitted.sampling.num_candidates), f"slot {number}: drafts of a beam")
         content = self.adapters.get(admitted.adapter_index, 0)
@@ -182,7 +204,6 @@ class PlanRunner:
             kv,
             admitted.num_prompt_tokens,
             admitted.num_computed_tokens,
-            blocks,
             admitted.sampling,
             admitted.sample_index,
             admitted.held,
@@ -190,6 +211,7 @@ class PlanRunner:
             content,
             admitted.max_drafts,
             admitted.max_len,
+            tables=tables,
         )
 
     def _move(self, plan: StepPlan) -> None:
@@ -276,26 +298,33 @@ class PlanRunner:
     def _write(self, each: _Work) -> None:
         slot, start = each.slot, each.slot.num_computed
         _require(start + each.num_computed <= self.model.max_model_len, f"slot {slot.number} exceeds max_model_len")
-        for position, place in enumerate(self._places(slot, start, each.num_computed), start=start):
-            self._device[place] = slot.kv[position]
+        for group, strip, places in self._places(slot, start, each.num_computed):
+            for position, place in enumerate(places, start=start):
+                self._device[place] = _kv(slot, position, group, strip)
 
-    def _places(self, slot: Slot, start: int, count: int) -> Iterable[int]:
-        size, blocks = self._size, slot.blocks
-        _require(start + count <= len(blocks) * size, f"the block table of slot {slot.number} is too short")
-        return [blocks[position // size] * size + position % size for position in range(start, start + count)]
+    def _places(self, slot: Slot, start: int, count: int) -> Iterable[tuple[int, int, list[int]]]:
+        """Group, strip, and where it has these positions."""
+        size, positions = self._size, range(start, start + count)
+        _require(start + count <= slot.num_blocks * size, f"a block table of slot {slot.number} is too short")
+        for group, table in enumerate(slot.tables):
+            for strip in range(self._groups[group].pages_per_block):
+                yield group, strip, [table[each // size][strip] * size + each % size for each in positions]
 
-    def _check_kv(self, slot: Slot, end: int) -> None:
-        """Attention reads the KV of every position before `end`."""
+    def _check_kv(self, slot: Slot, start: int, end: int) -> None:
+        """Attention reads the KV of all positions before `end`, with a window those that the rows from `start` read."""
         size, device = self._size, self._device
-        for index in range(-(-end // size)):
-            first = index * size
-            last = min(end, first + size)
-            at = slot.blocks[index] * size
-            if device[at : at + last - first] != slot.kv[first:last]:
-                raise PlanError(
-                    f"slot {slot.number} (seed {slot.sampling.seed}, sample {slot.sample_index}) reads positions "
-                    f"{first} to {last - 1} from block {slot.blocks[index]}, which does not hold its KV"
-                )
+        for group, table in zip(self._groups, slot.tables, strict=True):
+            begin = 0 if group.window is None else max(0, start + 1 - group.window)
+            for index in range(begin // size, -(-end // size)):
+                first, last = max(begin, index * size), min(end, (index + 1) * size)
+                for strip, page in enumerate(table[index] or [-1] * group.pages_per_block):
+                    at = page * size + first % size
+                    wanted = [_kv(slot, position, group.index, strip) for position in range(first, last)]
+                    if page < 0 or device[at : at + last - first] != wanted:
+                        raise PlanError(
+                            f"slot {slot.number} (seed {slot.sampling.seed}, sample {slot.sample_index}) reads "
+                            f"positions {first} to {last - 1} from page {page}, which does not hold its KV"
+                        )
 
     def _fill(self, pool: list[int], block: int) -> None:
         pool[block * self._size : (block + 1) * self._size] = [_SPOILT] * self._size
@@ -375,6 +404,11 @@ class PlanRunner:
         if slot is None:
             raise PlanError(f"slot {number} is not admitted")
         return slot
+
+
+def _kv(slot: Slot, position: int, group: int, strip: int) -> int:
+    """What a page of this group and strip must hold there."""
+    return hash((slot.kv[position], group, strip)) if group or strip else slot.kv[position]
 
 
 def _require(condition: bool, message: str) -> None:

@@ -29,6 +29,7 @@ class RealRunner:
                 max_drafts=model.max_drafts,
                 max_loras=model.max_loras,
                 max_cpu_loras=model.max_cpu_loras,
+                kv_groups=model.kv_groups,
             ),
             model.vocab_size,
             acceptance=acceptance,

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.loadtest.simulations import options
 from tests.helpers.scheduler.changing_executor import MODEL, OTHER_NUMERICS
@@ -21,6 +22,8 @@ REAL_EXECUTOR_EVERY = 20
 SHARE_WITH_DRAFTS = 0.34
 """Of histories."""
 SHARE_WITH_ADAPTERS = 0.4
+GROUPS_EVERY = 7
+"""One history of so many has executors of several KV groups, or of one with a window or several pages a block."""
 RECORDED_EVERY = 12
 """One history of so many is recorded, and its plan log replayed."""
 
@@ -135,6 +138,8 @@ def draw_scenario(seed: int) -> Scenario:
         is_recorded=seed % RECORDED_EVERY == 0,
         resolves=rng.random() < 0.2,
     )
+    if seed % GROUPS_EVERY == 4:
+        scenario = replace(scenario, models=_with_groups(Random(f"groups {seed}"), models))
     drawn = Random(f"drafts {seed}")
     if drawn.random() < SHARE_WITH_DRAFTS:
         scenario = _with_drafts(drawn, scenario)
@@ -216,6 +221,29 @@ def _drafting(rng: Random, model: ModelDescription, most: int, *, adaptive: bool
         num_slots=model.num_slots + num_rows - model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens + num_rows - model.max_num_seqs,
     )
+
+
+def _with_groups(rng: Random, models: tuple[ModelDescription, ...]) -> tuple[ModelDescription, ...]:
+    """The same with KV groups; one of several may have others, or none. Windows need few pages: there are few."""
+    usual, found = _draw_groups(rng), list[ModelDescription]()
+    for model in models:
+        groups = usual if rng.random() < 0.8 else rng.choice([(), _draw_groups(rng)])
+        size = rng.choice([1, 2, model.block_size])
+        changes: dict[str, Any] = {}
+        if groups:
+            pages = sum(group.pages_per_block for group in groups)
+            share = rng.choice([0.4, 0.6, 1.0]) * pages * model.block_size / size
+            changes = {"kv_groups": groups, "block_size": size}
+            changes |= {name: int(getattr(model, name) * share) for name in ("num_device_blocks", "num_host_blocks")}
+        found.append(replace(model, **changes))
+    return tuple(found)
+
+
+def _draw_groups(rng: Random) -> tuple[KVGroup, ...]:
+    groups = [KVGroup(0, None, rng.randint(1, 3))] if rng.random() < 0.8 else []
+    if not groups or rng.random() < 0.85:
+        groups.append(KVGroup(len(groups), rng.choice([2, 3, 5, 9, 16]), rng.randint(1, 3)))
+    return tuple(groups)
 
 
 def _draw_models(rng: Random) -> tuple[ModelDescription, ...]:

@@ -277,6 +277,79 @@ SEEDED_BUGS = (
         "if reason := why_other_model(served, model):", "if reason := '':",
         found_in=49,
     ),
+    # --- KV groups
+    SeededBug(
+        "a window gives back a block that its next row reads",
+        "scheduler_svc.core.kv_groups", "GroupSizes.first_block",
+        "self.num_kept(window))", "window + self.block_size)",
+        found_in=4,
+    ),
+    SeededBug(
+        "a window gives back what a chunk of the same step reads",
+        "scheduler_svc.core.steps.planning", "_make_room",
+        "if sequence not in chunked:", "if True:",
+        found_in=872,
+    ),
+    SeededBug(
+        "an ended sequence keeps its blocks in windows",
+        "scheduler_svc.core.memory.block_manager", "BlockManager.free_all",
+        "self.windows.drop(sequence)", "pass",
+        found_in=32,
+    ),
+    SeededBug(
+        "a preempted sequence keeps its blocks in windows",
+        "scheduler_svc.core.memory.block_manager", "BlockManager.free",
+        "self.windows.drop(sequence)", "pass",
+        found_in=4,
+    ),
+    SeededBug(
+        "a block is copied without its pages of windows",
+        "scheduler_svc.core.memory.window_tables", "WindowTables.replace",
+        "if index in held:", "if False:",
+        found_in=18,
+    ),
+    SeededBug(
+        "a fork holds nothing in windows",
+        "scheduler_svc.core.steps.chunks", "_fork",
+        "lane.blocks.windows.share(source, sibling)", "pass",
+        found_in=60,
+    ),
+    SeededBug(
+        "an admission counts no pages of windows",
+        "scheduler_svc.core.steps.plain_admission", "_take_blocks",
+        "blocks.sizes.num_pages(num_to_take, blocks.sizes.max_chunk)", "num_to_take * blocks.sizes.full_pages",
+        found_in=417,
+    ),
+    SeededBug(
+        "a sequence goes on before those that wait for its KV hold their windows",
+        "scheduler_svc.core.steps.chunks", "_num_before_waiting",
+        "for each in lane.prefilling if each.kv_source is source]", "for each in ()]",
+        found_in=263,
+    ),
+    SeededBug(
+        "KV is kept without what the next row reads in a window",
+        "scheduler_svc.core.steps.kept_kv", "_give_up_uncertain",
+        "not lane.blocks.windows.covers(sequence)", "False",
+        found_in=893,
+    ),
+    SeededBug(
+        "appended pages of a block come in another order than its strips",
+        "scheduler_svc.core.steps.pages", "note_windows",
+        "for page in pool.windows[number][block_id]]", "for page in reversed(pool.windows[number][block_id])]",
+        found_in=18,
+    ),
+    SeededBug(
+        "a table begins at another block than its description says",
+        "scheduler_svc.core.steps.pages", "describe_pages",
+        "GroupTable(group.index, first, page_ids)", "GroupTable(group.index, 0, page_ids)",
+        found_in=18,
+    ),
+    SeededBug(
+        "chunks take no pages for what they have given back",
+        "scheduler_svc.core.memory.window_tables", "WindowTables.cover",
+        "max(needed, held.stop + num_freed[number])", "held.stop",
+        found_in=39,
+    ),
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cadenza_common.plan.sampling import SequenceSampling
 
@@ -17,7 +17,6 @@ class Slot:
     """By position: what a block must hold there once it is computed."""
     num_prompt: int
     num_computed: int
-    blocks: list[int]
     sampling: SequenceSampling
     sample_index: int
     held: bool
@@ -28,6 +27,13 @@ class Slot:
     max_len: int = 0
     """With drafts: the length at which the slot stops."""
     stopped: bool = False
+    tables: list[list[tuple[int, ...]]] = field(default_factory=list)
+    """By KV group, the pages of each block; none of those before its window."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Of its shortest table."""
+        return min(map(len, self.tables))
 
     @property
     def num_left(self) -> int:

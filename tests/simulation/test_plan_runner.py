@@ -44,7 +44,7 @@ def test_kv_that_is_not_there_is_noticed() -> None:
     assert runner.run(_plan(1, admitted=[_admitted(0, 0, (3, 4))], **computes)).slots == [0]
     shares = {"scheduled_slots": [1], "scheduled_num_tokens": [2], "scheduled_samples": [True]}
     assert runner.run(_plan(2, admitted=[_admitted(1, 4, (3, 5))], **shares)).slots == [1]
-    with pytest.raises(PlanError, match="positions 0 to 3 from block 4, which does not hold its KV"):
+    with pytest.raises(PlanError, match="positions 0 to 3 from page 4, which does not hold its KV"):
         runner.run(_plan(3, released_slots=[1], admitted=[_admitted(1, 4, (4, 6))], **shares))
 
 

@@ -164,7 +164,7 @@ class World:
         return [
             ExecutorSpec(
                 model.block_size, model.num_device_blocks, model.num_slots, model.max_num_seqs,
-                model.max_num_batched_tokens, model.max_model_len,
+                model.max_num_batched_tokens, model.max_model_len, kv_groups=model.kv_groups,
             )
             for model in self.models
         ]  # fmt: skip

@@ -404,18 +404,25 @@ class KvGeometry(_message.Message):
     BYTES_PER_BLOCK_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
-    """Tokens per block."""
+    """Tokens per block, of every KV group."""
     num_device_blocks: _builtins.int
-    """Blocks in the device pool, ids 0 to this minus 1."""
+    """Pages in the device pool, ids 0 to this minus 1. Without groups a block is a page."""
     num_host_blocks: _builtins.int
-    """Blocks in the host pool."""
+    """Pages in the host pool."""
     bytes_per_block: _builtins.int
-    """Bytes of one block over all layers."""
+    """Bytes of one page. Without groups: of one block over all layers."""
     dtype: _builtins.str
     """Data type."""
     num_groups: _builtins.int
-    """KV groups of a hybrid model; 1 for others. Reserved: always 1 so far."""
+    """Number of KV groups, 1 or more."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
+        """The KV groups, in the order of their numbers; empty: one of all layers without a window, with one page a block.
+        None but the first may have no window.
+        """
+
     def __init__(
         self,
         *,
@@ -425,14 +432,41 @@ class KvGeometry(_message.Message):
         bytes_per_block: _builtins.int = ...,
         dtype: _builtins.str = ...,
         num_groups: _builtins.int = ...,
+        groups: _abc.Iterable[Global___KvGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "dtype", b"dtype", "num_device_blocks", b"num_device_blocks", "num_groups", b"num_groups", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "dtype", b"dtype", "groups", b"groups", "num_device_blocks", b"num_device_blocks", "num_groups", b"num_groups", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvGeometry: _TypeAlias = KvGeometry  # noqa: Y015
+
+@_typing.final
+class KvGroup(_message.Message):
+    """KvGroup is a set of layers that keep the KV of the same positions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_FIELD_NUMBER: _builtins.int
+    PAGES_PER_BLOCK_FIELD_NUMBER: _builtins.int
+    window: _builtins.int
+    """Number of the last positions that its layers read, the row's own included; 0: all."""
+    pages_per_block: _builtins.int
+    """Pages of one block, one or more: one for each strip of layers."""
+    def __init__(
+        self,
+        *,
+        window: _builtins.int = ...,
+        pages_per_block: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages_per_block", b"pages_per_block", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
 
 @_typing.final
 class ExecutorLimits(_message.Message):
@@ -1120,7 +1154,7 @@ class PrefixSource(_message.Message):
     num_tokens: _builtins.int
     """Number of its first token ids to take; all are prompt tokens of the source."""
     num_blocks: _builtins.int
-    """Number of the first blocks of its table to take, in KV group 0."""
+    """Number of the first page ids of its table to take, in KV group 0."""
     def __init__(
         self,
         *,
@@ -1144,21 +1178,27 @@ class BlockTable(_message.Message):
 
     KV_GROUP_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     kv_group: _builtins.int
-    """KV group; 0 for models that are not hybrid."""
+    """KV group; 0 for models that have one."""
+    first_block: _builtins.int
+    """The block that the first of them are of, counted from position 0: the sequence reads none before. The table ends
+    where the last of them end.
+    """
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Device block ids in the order of positions; [num_blocks]."""
+        """Device page ids in the order of positions, those of a block in the order of strips; [num_blocks * pages_per_block]."""
 
     def __init__(
         self,
         *,
         kv_group: _builtins.int = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        first_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "kv_group", b"kv_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "first_block", b"first_block", "kv_group", b"kv_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1177,11 +1217,11 @@ class BlockAppends(_message.Message):
     """KV group."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slots, repeated for several blocks; [n]."""
+        """Slots, repeated for several pages; [n]."""
 
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks; [n]."""
+        """Pages, those of a block one after the other in the order of strips; [n]."""
 
     def __init__(
         self,
@@ -1200,7 +1240,7 @@ Global___BlockAppends: _TypeAlias = BlockAppends  # noqa: Y015
 
 @_typing.final
 class BlockMoves(_message.Message):
-    """BlockMoves is a list of block moves in one KV group."""
+    """BlockMoves is a list of moves of pages, of whatever KV group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1208,14 +1248,14 @@ class BlockMoves(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     DESTINATIONS_FIELD_NUMBER: _builtins.int
     kv_group: _builtins.int
-    """KV group."""
+    """Always 0: a page is moved as it is."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Source blocks; [n]."""
+        """Source pages; [n]."""
 
     @_builtins.property
     def destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Destination blocks; [n]."""
+        """Destination pages; [n]."""
 
     def __init__(
         self,

@@ -289,6 +289,7 @@ class RecordedExecutor(_message.Message):
     MAX_LORAS_FIELD_NUMBER: _builtins.int
     MAX_CPU_LORAS_FIELD_NUMBER: _builtins.int
     GRAMMAR_ENGINE_FIELD_NUMBER: _builtins.int
+    KV_GROUPS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens per KV block."""
     num_blocks: _builtins.int
@@ -323,6 +324,10 @@ class RecordedExecutor(_message.Message):
     def lacks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of features that it lacks, ascending."""
 
+    @_builtins.property
+    def kv_groups(self) -> _containers.RepeatedCompositeFieldContainer[_execution_pb2.KvGroup]:
+        """Its KV groups; empty: one of all layers without a window, with one page a block."""
+
     def __init__(
         self,
         *,
@@ -342,10 +347,11 @@ class RecordedExecutor(_message.Message):
         max_loras: _builtins.int = ...,
         max_cpu_loras: _builtins.int = ...,
         grammar_engine: _builtins.bytes = ...,
+        kv_groups: _abc.Iterable[_execution_pb2.KvGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "block_size", b"block_size", "grammar_engine", b"grammar_engine", "lacks", b"lacks", "max_cpu_loras", b"max_cpu_loras", "max_drafts", b"max_drafts", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "numerics", b"numerics", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "block_size", b"block_size", "grammar_engine", b"grammar_engine", "kv_groups", b"kv_groups", "lacks", b"lacks", "max_cpu_loras", b"max_cpu_loras", "max_drafts", b"max_drafts", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "numerics", b"numerics", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

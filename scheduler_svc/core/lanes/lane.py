@@ -44,7 +44,8 @@ class Lane:
         self.unexplained: frozenset[SequenceGroup] = frozenset()
         """Groups that may have ended the last session, while it is not known whether they killed the executor."""
         self.order = policy
-        self._caching = prefix_caching and spec.shares_prefixes
+        self._caching = prefix_caching and spec.shares_prefixes and not spec.has_windows
+        self._sizes = spec.group_sizes
         self.rates = MeasuredRates()
         self.turnover = Turnover()
         self.adapters = LaneAdapters(spec.max_loras, spec.max_cpu_loras)
@@ -69,6 +70,8 @@ class Lane:
             caching=self._caching,
             rates=self.rates,
             prefix_counts=self.counts.prefixes,
+            sizes=self._sizes,
+            num_ids=self._num_block_ids,
         )
         self.running = RunningQueue(self.order)
         """Running sequences: each holds a slot and blocks."""
@@ -125,7 +128,7 @@ class Lane:
         sequence.apply_max_model_len(self.spec.max_model_len)
         if sequence.fully_planned:
             return sequence.length_detail
-        if self.blocks.num_blocks_for(sequence.num_tokens) > self.spec.num_blocks:
+        if self.blocks.num_pages_for(self.blocks.num_blocks_for(sequence.num_tokens)) > self.spec.num_blocks:
             return FinishDetail.KV_CAPACITY
         return None
 
@@ -156,8 +159,17 @@ class Lane:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Number of tokens whose KV the pool holds."""
-        return self.spec.num_blocks * self.spec.block_size
+        """Number of tokens whose KV the pool holds, of one sequence where there are KV groups."""
+        spec = self.spec
+        if self._sizes is None:
+            return spec.num_blocks * spec.block_size
+        return self._sizes.capacity(spec.num_blocks, spec.max_model_len)
+
+    @property
+    def _num_block_ids(self) -> int:
+        """More blocks than its sequences, swapped out or not, hold at once where blocks may have no pages."""
+        spec = self.spec
+        return 2 * (spec.max_num_seqs + spec.num_slots) * (2 + spec.max_model_len // spec.block_size)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -298,6 +310,8 @@ class Lane:
         for sequence in self.prefilling:
             if sequence.kv_source is leaver:
                 sequence.stop_awaiting_kv()
+                if self.blocks.windows is not None:
+                    self.blocks.windows.join(leaver, sequence)
         self.due_beam_groups.pop(leaver.group, None)
         self.blocks.free_taken(leaver.group.reserved_blocks)
         leaver.group.reserved_blocks = []

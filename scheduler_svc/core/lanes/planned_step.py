@@ -6,6 +6,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
 from cadenza_common.plan.plan import StepPlan
+from scheduler_svc.core.memory.block_moves import NO_MOVES, Moves
 from scheduler_svc.core.sequences.sequence import Sequence
 
 
@@ -59,6 +60,11 @@ class PlannedStep:
     swapped_in: list[Sequence] = field(default_factory=list)
     retired: list[Sequence] = field(default_factory=list)
     appended: list[tuple[Sequence, int]] = field(default_factory=list)
+    """With KV groups an entry for each page."""
+    moves: Moves = NO_MOVES
+    """The moves of the plan by block: in the plan they are by page."""
+    window_appends: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """By KV group other than 0: slots, and the pages appended to their tables."""
 
     num_planned_tokens: int | None = None
     """`total_tokens`, kept when the step is planned; None before."""

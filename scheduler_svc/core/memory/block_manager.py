@@ -8,19 +8,22 @@ free the blocks of sequences that finish.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Ids
+from typing import cast
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.kv_groups import GroupSizes
 from scheduler_svc.core.memory.block_moves import Moves
+from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.block_tables import (
     MovedTables,
+    Table,
     check_table,
     clear_tables,
     count_holders,
     device_tables,
     distinct_blocks,
-    follow_first_sample,
     host_tables,
     is_shared_by_group,
     share_table,
@@ -28,17 +31,19 @@ from scheduler_svc.core.memory.block_tables import (
     stop_sharing,
 )
 from scheduler_svc.core.memory.block_tiers import BlockTiers
-from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Key, Parent, PrefixCounts, pack_blocks
-from scheduler_svc.core.memory.prefix_lookups import PrefixLookups, may_hit, root_of
+from scheduler_svc.core.memory.cached_blocks import CachedBlocks
+from scheduler_svc.core.memory.paged_pool import PagedPool, make_tiers
+from scheduler_svc.core.memory.prefix_cache import CachedPrefix, PrefixCounts
 from scheduler_svc.core.memory.rates import MeasuredRates
+from scheduler_svc.core.memory.window_tables import WindowTables
 from scheduler_svc.core.sequences.sequence import Sequence
 
 
-class BlockManager:
+class BlockManager(CachedBlocks):
     """Allocates blocks to sequences and frees them. Sizes are in tokens unless stated in blocks.
 
     Without `caching` there is no prefix cache; without `rates` every move counts as cheaper than computing.
-    `prefix_counts` are added to.
+    `prefix_counts` are added to. What is free, taken or moved is counted in pages: without `sizes` a block is a page.
     """
 
     def __init__(
@@ -51,29 +56,39 @@ class BlockManager:
         caching: bool = False,
         rates: MeasuredRates | None = None,
         prefix_counts: PrefixCounts | None = None,
+        sizes: GroupSizes | None = None,
+        num_ids: int = 0,
     ) -> None:
-        self.block_size = block_size
+        """num_ids: as in `make_tiers`."""
+        self.sizes = sizes
+        self.windows: WindowTables | None = None
+        """Of KV groups with a window; None: there are none."""
         self.prefix_counts = prefix_counts or PrefixCounts()
         self._num_watermark_blocks = int(watermark * num_blocks)
-        self.caching = caching
-        self.tiers = BlockTiers(num_blocks, num_host_blocks, block_size, rates)
-        self._lookups = PrefixLookups(self.tiers, block_size)
-        self.pool = self.tiers.device
-        self.host_pool = self.tiers.host
+        self.block_pages = 1 if sizes is None else sizes.block_pages
+        """Pages of a block that a sequence writes to next."""
+        if sizes is None:
+            tiers = BlockTiers(BlockPool(num_blocks), BlockPool(num_host_blocks), block_size, rates)
+        else:
+            tiers = paged = make_tiers(num_blocks, num_host_blocks, block_size, rates, sizes, num_ids)
+            if sizes.windows:
+                self.windows = WindowTables(paged, sizes)
+        super().__init__(tiers, block_size, caching=caching)
+        self.host_pool = tiers.host
 
     @property
     def num_free(self) -> int:
-        """Number of device blocks that can be taken: unused, or cached without holders."""
+        """Number of device pages that can be taken: unused, or cached without holders."""
         return self.pool.num_free
 
     @property
     def num_cached(self) -> int:
-        """Number of free device blocks that are cached."""
-        return self.pool.num_idle
+        """Number of free device pages that are cached."""
+        return self.pool.num_idle * self.pool.block_pages
 
     @property
     def num_used_host(self) -> int:
-        """Number of host blocks held by swapped-out sequences."""
+        """Number of host pages held by swapped-out sequences."""
         return self.tiers.num_used_host
 
     @property
@@ -85,66 +100,44 @@ class BlockManager:
         """Number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_take(self, num_blocks: int, *, alone: bool, num_more: int = 0) -> bool:
-        """Whether `num_blocks` can be taken of the free ones and `num_more`; `alone` ignores the watermark."""
+    def num_pages_for(self, num_blocks: int, chunk: int = 1) -> int:
+        """Number of pages of so many blocks of a new table, to compute chunks of so many tokens."""
+        return num_blocks if self.sizes is None else self.sizes.num_pages(num_blocks, chunk)
+
+    def num_pages_of(self, sequence: Sequence) -> int:
+        """Number of pages of its blocks."""
+        return self.pool.num_pages_of(sequence.block_ids)
+
+    def pages_of(self, block_ids: Ids[int]) -> Ids[int]:
+        """The pages of device blocks in the group without a window."""
+        if self.sizes is None:
+            return block_ids
+        pool = cast("PagedPool", self.pool)
+        return [page for block_id in block_ids for page in pool.full_pages_of(block_id)]
+
+    def can_take(self, num_pages: int, *, alone: bool, num_more: int = 0) -> bool:
+        """Whether `num_pages` can be taken of the free ones and `num_more`; `alone` ignores the watermark."""
         reserve = 0 if alone else self._num_watermark_blocks
-        return num_blocks + reserve <= self.pool.num_free + num_more
+        return num_pages + reserve <= self.pool.num_free + num_more
 
     def take(self, count: int) -> list[int]:
-        """Take free blocks, evicting cached ones if needed; raises InvariantError if there are too few."""
+        """Take free blocks, evicting cached ones if needed; raises InvariantError if there are too few.
+
+        They are in no window.
+        """
         return self.tiers.take(count)
+
+    def extend(self, sequence: Sequence, count: int) -> list[int]:
+        """Append so many blocks to its table; returns them. See `WindowTables.extend`."""
+        taken, num_before = self.tiers.take(count), len(sequence.block_ids)
+        sequence.block_ids += taken
+        if self.windows is not None:
+            self.windows.extend(sequence, num_before)
+        return taken
 
     def free_taken(self, block_ids: Ids[int]) -> None:
         """Free blocks that were taken and are in no block table."""
         self.tiers.drop(block_ids)
-
-    def find_cached_prefix(self, sequence: Sequence) -> CachedPrefix:
-        """Look up the longest cached prefix that a sequence may use; changes nothing.
-
-        The last token is never included: it is computed in any case. Empty for requests that opted out or still need
-        prompt logprobs. Host blocks are included as far as swapping them in costs less than computing. Use the result
-        before other blocks are taken or swapped.
-        """
-        if not self.caching or not may_hit(sequence):
-            return NO_PREFIX
-        return self._lookups.find(sequence)
-
-    def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Number of tokens of the prefix that `find_cached_prefix` returns; 0 without a prefix cache."""
-        return self._lookups.num_tokens(sequence) if self.caching and may_hit(sequence) else 0
-
-    @property
-    def cached(self) -> Container[Key]:
-        """The blocks in the prefix cache."""
-        return self.tiers.cache.present
-
-    def look_up(self, sequence: Sequence, num_blocks: int) -> int:
-        """Number of blocks of a waiting sequence's cached prefix, counted up to `num_blocks`.
-
-        Nothing is looked up beyond. Fewer than `num_blocks`: `find_cached_prefix` takes little time now.
-        """
-        return self._lookups.look_up(sequence, num_blocks) if self.caching and may_hit(sequence) else 0
-
-    def num_looked_up(self, sequence: Sequence) -> int:
-        """Number of blocks of its cached prefix as of its last lookup; 0 if that is not remembered."""
-        return self._lookups.num_known(sequence)
-
-    def device_blocks_of(self, found: CachedPrefix) -> list[int]:
-        """The device blocks of a found prefix."""
-        return [place for place in map(self.tiers.cache.place, found.nodes) if place >= 0]
-
-    @property
-    def next_node(self) -> int:
-        """The id of the prefix cache node that is added next. Ids ascend."""
-        return self.tiers.cache.next_node
-
-    def remove_uncertain(self, first_node: int, block_ids: Iterable[int], host_block_ids: Iterable[int]) -> None:
-        """Remove blocks from the prefix cache whose KV plans without a result were to write.
-
-        `first_node`: the first node that was added since the first of these plans; `block_ids`, `host_block_ids`: the
-        destinations of their moves.
-        """
-        self.tiers.remove_uncertain(first_node, block_ids, host_block_ids)
 
     def writes_only_own(self, sequence: Sequence) -> bool:
         """Whether no other holder has a block that the KV of its remaining tokens goes to."""
@@ -157,43 +150,6 @@ class BlockManager:
         """Number of blocks that it lacks for its tokens."""
         return max(0, self.num_blocks_for(sequence.num_tokens) - len(sequence.block_ids))
 
-    def invalidate(self, sequence: Sequence) -> None:
-        """Remove the whole prefix of a sequence with invalid KV from the cache, including blocks that others cached."""
-        for node in self._lookups.nodes_of(sequence) if self.caching else ():
-            self.tiers.remove_node(node)
-        self._lookups.forget(sequence)
-
-    def cache_full_blocks(self, sequence: Sequence) -> None:
-        """Add its full and computed blocks to the cache; no-op if its request opted out.
-
-        Call it between plans, or before the plan being made schedules tokens. Content that is cached already keeps its
-        first block; the sequence's own block is not cached.
-        """
-        if not self.caching or not sequence.block_ids or not sequence.group.spec.uses_prefix_cache:
-            return
-        if sequence.sample_index:
-            follow_first_sample(sequence, self.block_size)
-        size, block_ids = self.block_size, sequence.block_ids
-        # A token's KV is certain once another token follows: an executor does not compute the KV of a stop token.
-        num_full = min(sequence.num_computed_tokens, sequence.num_tokens - 1) // size
-        first, node = sequence.num_cached_blocks, sequence.cache_node
-        if num_full <= first:
-            return
-        cache = self.tiers.cache
-        if node is not None and node not in cache:
-            # Its chain consisted of another sequence's blocks and was evicted: children of it would be unreachable.
-            first, node = 0, None
-        parent: Parent = root_of(sequence) if node is None else node
-        for index, content in enumerate(pack_blocks(sequence.tokens(first * size, num_full * size), size), first):
-            node = cache.find(parent, content)
-            if node is None:
-                # If the block is cached under another node, that node is unreachable: a lookup would have found it.
-                self.tiers.uncache(block_ids[index])
-                node = cache.add(parent, content, block_ids[index])
-                self.pool.cache(block_ids[index], node)
-            parent = node
-        sequence.num_cached_blocks, sequence.cache_node = num_full, node
-
     def allocate(
         self,
         sequence: Sequence,
@@ -202,12 +158,13 @@ class BlockManager:
         found: CachedPrefix | None = None,
         source: Sequence | None = None,
         num_shared: int = 0,
+        chunk: int = 0,
     ) -> None:
         """Allocate the blocks of the first `num_tokens` tokens to a sequence without blocks.
 
         The first blocks come from `found`, the result of `find_cached_prefix`, or are the first `num_shared` of
-        `source`, another sequence of its group. Raises InvariantError if too few are free, or if the sequence has
-        blocks already.
+        `source`, another sequence of its group. With windows it is to compute chunks of `chunk` tokens; 0: of the most.
+        Raises InvariantError if too few are free, or if the sequence has blocks already.
         """
         if sequence.block_ids or sequence.host_block_ids:
             raise InvariantError(f"sequence {sequence.sequence_id} has blocks already")
@@ -229,17 +186,27 @@ class BlockManager:
                 share_table(self.pool, source, sequence, num_shared, self.block_size)
             sequence.block_ids += taken
             sequence.num_cached_blocks, sequence.cache_node = 0, None
+        if self.windows is not None and self.sizes is not None:
+            self.windows.open(sequence, num_shared, chunk or self.sizes.max_chunk)
         if found and found.num_queried:
             self.prefix_counts.num_queried += found.num_queried
             self.prefix_counts.num_hits += found.num_tokens
             self.prefix_counts.num_host_hits += found.num_host * self.block_size
 
-    def share_blocks(self, source: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Fork: share all blocks of `source` that hold the first `num_tokens` tokens with a child without blocks."""
+    def share_blocks(self, source: Sequence, child: Sequence, num_tokens: int, *, in_windows: bool = True) -> None:
+        """Fork: share all blocks of `source` that hold the first `num_tokens` tokens with a child without blocks.
+
+        Without `in_windows` the child holds none of them in windows: it waits for the source to compute them.
+        """
         num_blocks = self.num_blocks_for(num_tokens)
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
             raise InvariantError(f"sequence {child.sequence_id} cannot share {num_blocks} blocks")
         share_table(self.pool, source, child, num_blocks, self.block_size)
+        if self.windows is not None:
+            if in_windows:
+                self.windows.share(source, child)
+            else:
+                child.windows = [range(0)] * self.windows.num_groups
         cache, node, num_cached = self.tiers.cache, source.cache_node, source.num_cached_blocks
         while node is not None and num_cached > num_tokens // self.block_size:
             node = cache.parent_node(node)
@@ -283,7 +250,9 @@ class BlockManager:
             self.tiers.uncache(block_id)
             return block_id
         (own,) = self.tiers.take(1)
-        self.tiers.moves.copy(block_id, own)
+        self.tiers.copy(block_id, own)
+        if self.windows is not None:
+            self.windows.replace(sequence, index, own)
         sequence.block_ids[index] = own
         self.tiers.drop((block_id,))
         return own
@@ -298,6 +267,8 @@ class BlockManager:
                 self.tiers.uncache(block_id)
         else:
             self.cache_full_blocks(sequence)
+        if self.windows is not None:
+            self.windows.drop(sequence)
         if sequence.host_block_ids:
             self.tiers.drop_host_table(sequence.host_block_ids, sequence.shared_blocks)
         else:
@@ -309,6 +280,9 @@ class BlockManager:
         if self.caching:
             for sequence in sequences:
                 self.cache_full_blocks(sequence)
+        if self.windows is not None:
+            for sequence in sequences:
+                self.windows.drop(sequence)
         # Last first, as in `free`.
         self.tiers.drop([block_id for sequence in sequences for block_id in reversed(sequence.block_ids)])
         for sequence in sequences:
@@ -321,8 +295,8 @@ class BlockManager:
         return max(0, len(sequence.block_ids) - self.num_blocks_for(present))
 
     def num_to_swap(self, sequences: Iterable[Sequence]) -> int:
-        """Number of distinct device blocks of these sequences."""
-        return len(distinct_blocks(device_tables(sequences)))
+        """Number of pages of the distinct device blocks of these sequences."""
+        return self.pool.num_pages_of(distinct_blocks(device_tables(sequences)))
 
     def swap_out(self, sequences: Collection[Sequence]) -> bool:
         """Move all their blocks to the host pool, shared ones once; False without any change if they do not fit.
@@ -331,21 +305,24 @@ class BlockManager:
         """
         tiers = self.tiers
         block_ids = distinct_blocks(device_tables(sequences))
-        if len(block_ids) > tiers.host.num_free or not tiers.moves.swap_ins.keys().isdisjoint(block_ids):
+        if self.pool.num_pages_of(block_ids) > tiers.host.num_free or not tiers.moves.swap_ins.keys().isdisjoint(
+            block_ids
+        ):
             return False
         host_of = dict(zip(block_ids, tiers.take_host(len(block_ids)), strict=True))
-        tiers.moves.swap_out_all(host_of)
+        tiers.swap_out_all(host_of)
         moved_tables = MovedTables(tiers.host, host_of)
         for sequence, table in zip(sequences, device_tables(sequences), strict=True):
             moved = moved_tables.hold(table)
+            self._move_windows(sequence, tiers.device, tiers.host, moved)
             tiers.drop_table(*table)
             clear_tables(sequence)
             sequence.host_block_ids, sequence.shared_blocks = moved
         return True
 
     def num_to_swap_in(self, sequences: Iterable[Sequence]) -> int:
-        """Number of distinct host blocks of these sequences."""
-        return len(distinct_blocks(host_tables(sequences)))
+        """Number of pages of the distinct host blocks of these sequences."""
+        return self.host_pool.num_pages_of(distinct_blocks(host_tables(sequences)))
 
     def swap_in(self, sequences: Collection[Sequence]) -> None:
         """Move all their blocks back; raises InvariantError if too few are free, or if this plan swaps them out."""
@@ -355,13 +332,19 @@ class BlockManager:
             raise InvariantError("blocks would be swapped out and in by one plan")
         device_of = dict(zip(host_ids, tiers.take(len(host_ids)), strict=True))
         tiers.quarantine(device_of)
-        tiers.moves.swap_in_all(device_of)
+        tiers.swap_in_all(device_of)
         moved_tables = MovedTables(tiers.device, device_of)
         for sequence, table in zip(sequences, host_tables(sequences), strict=True):
             moved = moved_tables.hold(table)
+            self._move_windows(sequence, tiers.host, tiers.device, moved)
             tiers.drop_host_table(*table)
             clear_tables(sequence)
             sequence.block_ids, sequence.shared_blocks = moved
+
+    def _move_windows(self, sequence: Sequence, source: BlockPool, target: BlockPool, moved: Table) -> None:
+        if self.windows is not None:
+            self.windows.hold_all(sequence, cast("PagedPool", target), moved[0])
+            self.windows.leave_all(sequence, cast("PagedPool", source))
 
     def take_moves(self) -> Moves:
         """Close the plan: return the moves since the last call, and release the blocks that were kept for it."""
@@ -382,3 +365,5 @@ class BlockManager:
             if shared_of(tables) != {shared: shared.num_holders for shared in pool.shared}:
                 raise InvariantError("the sequences that share blocks are miscounted")
         self.tiers.check_integrity(on_device, on_hosts)
+        if self.windows is not None:
+            self.windows.check_integrity(holders)

@@ -23,6 +23,8 @@ class Moves:
     """In the device pool; no block is both source and destination."""
     swapped_in: BlockMoves
     """From the host pool to the device pool."""
+    pages: Moves | None = None
+    """The same by page; None: a block is a page."""
 
 
 NO_MOVES = Moves(BlockMoves(), BlockMoves(), BlockMoves())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
@@ -15,6 +15,9 @@ class BlockPool:
     Each block has one or more holders, or is *idle* (cached without holders), or is unused. Blocks that a group shares
     have one holder for all of its sequences.
     """
+
+    block_pages: int = 1
+    """Pages of every block; `paged_pool` has others."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -35,8 +38,17 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks without holders, unused and idle."""
+        """Number of pages of blocks without holders, unused and idle: a block is a page."""
         return len(self._unused) + len(self._idle)
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages."""
+        return self.num_blocks
+
+    def num_pages_of(self, block_ids: Collection[int]) -> int:
+        """Number of pages of these blocks."""
+        return len(block_ids)
 
     @property
     def num_unused(self) -> int:

@@ -22,9 +22,9 @@ class BlockTiers:
     Without `rates` every move counts as cheaper than computing.
     """
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int, rates: MeasuredRates | None) -> None:
-        self.device = BlockPool(num_blocks)
-        self.host = BlockPool(num_host_blocks)
+    def __init__(self, device: BlockPool, host: BlockPool, block_size: int, rates: MeasuredRates | None) -> None:
+        self.device = device
+        self.host = host
         self.cache = PrefixCache()
         self.moves = PendingMoves()
         self._block_size = block_size
@@ -32,10 +32,10 @@ class BlockTiers:
 
     @property
     def num_used_host(self) -> int:
-        """Number of host blocks with holders, without those held only while this plan reads them."""
+        """Number of host pages with holders, without those held only while this plan reads them."""
         counts = self.host.ref_counts
-        num_read = sum(counts[block_id] == 1 for block_id in self.moves.quarantined)
-        return self.host.num_blocks - self.host.num_free - num_read
+        only_read = [block_id for block_id in self.moves.quarantined if counts[block_id] == 1]
+        return self.host.num_pages - self.host.num_free - self.host.num_pages_of(only_read)
 
     def take(self, count: int) -> list[int]:
         """Take device blocks, evicting idle ones if needed; raises InvariantError if too few are free."""
@@ -95,6 +95,26 @@ class BlockTiers:
             if self.host.ref_counts[host_block_id] == 0:
                 self.moves.swap_outs.pop(host_block_id, None)
 
+    def copy(self, source: int, destination: int) -> None:
+        """Record a copy of the content that a device block has when the plan computes."""
+        self.moves.copy(source, destination)
+
+    def swap_out(self, block_id: int, host_block_id: int) -> None:
+        """Record a swap-out; raises InvariantError if this plan swaps the block in."""
+        self.moves.swap_out(block_id, host_block_id)
+
+    def swap_in(self, host_block_id: int, block_id: int) -> None:
+        """Record a swap-in; raises InvariantError if this plan swaps the host block out."""
+        self.moves.swap_in(host_block_id, block_id)
+
+    def swap_out_all(self, host_of: dict[int, int]) -> None:
+        """Record swap-outs, by device block: this plan swaps none of them in."""
+        self.moves.swap_out_all(host_of)
+
+    def swap_in_all(self, device_of: dict[int, int]) -> None:
+        """Record swap-ins, by host block: this plan swaps none of them out."""
+        self.moves.swap_in_all(device_of)
+
     def uncache(self, block_id: int) -> None:
         """Remove a device block from the prefix cache, if it is cached."""
         if block_id in self.device.cached:
@@ -152,13 +172,13 @@ class BlockTiers:
         if min(places, default=0) >= 0:
             # Nothing is on the host. There may be 8,192 blocks: no Python call for each.
             num_idle = list(map(counts.__getitem__, places)).count(0)
-            if num_idle + num_new > self.device.num_free:
+            if (num_idle + num_new) * self.device.block_pages > self.device.num_free:
                 raise InvariantError(f"{len(nodes)} cached blocks cannot be used, {self.device.num_free} are free")
             self.device.share_all(places)
             return places + self.take(num_new)
         num_host = sum(place < 0 for place in places)
         num_idle = sum(place >= 0 and counts[place] == 0 for place in places)
-        too_many = num_idle + num_host + num_new > self.device.num_free
+        too_many = (num_idle + num_host + num_new) * self.device.block_pages > self.device.num_free
         if too_many or any(host_place(place) in swap_outs for place in places):
             raise InvariantError(f"{len(nodes)} cached blocks cannot be used, {self.device.num_free} are free")
         # Shared first, so that none of them is evicted for another.
@@ -173,7 +193,7 @@ class BlockTiers:
             if place < 0:
                 places[index] = block_id = next(brought)
                 node = self.host.uncache(host_place(place))
-                self.moves.swap_in(host_place(place), block_id)
+                self.swap_in(host_place(place), block_id)
                 self.cache.put(node, block_id)
                 self.device.cache(block_id, node)
         return places + taken[num_host:]
@@ -183,7 +203,7 @@ class BlockTiers:
         costs = None if self._rates is None else self._rates.costs
         if costs is None or min(places, default=0) >= 0:
             return len(places)
-        ns_per_token, ns_per_block = costs
+        ns_per_token, ns_per_block = costs[0], costs[1] * self.device.block_pages
         size = self._block_size
         best = num_host = 0
         for index, place in enumerate(places, 1):
@@ -206,12 +226,13 @@ class BlockTiers:
         if count > self.device.num_idle:
             raise InvariantError(f"{count} more blocks needed than are unused, {self.device.num_idle} can be evicted")
         rates = self._rates
-        keeps = self.host.num_blocks > 0 and (rates is None or rates.swap_in_is_cheaper(self._block_size, 1))
+        pages = self.device.block_pages
+        keeps = self.host.num_blocks > 0 and (rates is None or rates.swap_in_is_cheaper(self._block_size, pages))
         for _ in range(count):
             block_id, node = self.device.evict()
-            if keeps and self.host.num_free and self.cache.is_reachable(node):
+            if keeps and self.host.num_free >= self.host.block_pages and self.cache.is_reachable(node):
                 (host_block_id,) = self.take_host(1)
-                self.moves.swap_out(block_id, host_block_id)
+                self.swap_out(block_id, host_block_id)
                 self.cache.put(node, host_place(host_block_id))
                 self.host.cache(host_block_id, node)
                 self.host.drop((host_block_id,))

@@ -49,12 +49,21 @@ def _misfit(spec: RequestSpec, executor: ExecutorSpec, count: int, *, has_output
         return Misfit(0, "prompt", f"{num_prompt} prompt tokens and one of output exceed max_model_len = {longest}")
     if count > executor.max_num_seqs:
         return Misfit(1, count_field(spec), f"{count} sequences exceed max_num_seqs = {executor.max_num_seqs}")
-    needed = num_prompt // executor.block_size + count
+    needed = first_footprint(executor, num_prompt, count)
     if needed > executor.num_blocks and not has_output:
         needs = f"{num_prompt} prompt tokens and {f'{count} sequences' if count > 1 else 'one of output'}"
         size, most = executor.block_size, executor.num_blocks
-        return Misfit(2, "prompt", f"{needs} need {needed} KV blocks of {size} tokens; the pool has {most}")
+        what = f"KV blocks of {size} tokens" if executor.group_sizes is None else "pages of KV"
+        return Misfit(2, "prompt", f"{needs} need {needed} {what}; the pool has {most}")
     return None
+
+
+def first_footprint(executor: ExecutorSpec, num_prompt: int, count: int) -> int:
+    """Pages that so many sequences of one prompt need for their first tokens of output."""
+    sizes = executor.group_sizes
+    block_pages = 1 if sizes is None else sizes.block_pages
+    first = executor.footprint((num_prompt // executor.block_size + 1) * executor.block_size)
+    return first + (count - 1) * block_pages
 
 
 def check_fits_one(
@@ -81,7 +90,7 @@ def kinds_of(lanes: Iterable[Lane]) -> list[list[Lane]]:
     kinds: dict[object, list[Lane]] = {}
     for lane in lanes:
         spec = lane.spec
-        sizes = spec.num_blocks, spec.block_size, spec.max_num_seqs, spec.max_model_len
+        sizes = spec.num_blocks, spec.block_size, spec.max_num_seqs, spec.max_model_len, spec.kv_groups
         kinds.setdefault((sizes, spec.lacks, spec.grammar_engine, spec.numerics), []).append(lane)
     return list(kinds.values())
 
@@ -150,7 +159,7 @@ def _holds(lane: Lane, group: SequenceGroup, size: PresentSize) -> bool:
     spec, count, longest = lane.spec, size.num_sequences, size.longest
     if lane.num_kv_tokens <= group.outgrown_kv_tokens:
         return False
-    num_blocks = -(-longest // spec.block_size)
+    num_pages = spec.footprint(longest)
     if not group.forked:
-        num_blocks = len(group.spec.prompt_token_ids) // spec.block_size + count
-    return count <= spec.max_num_seqs and longest < spec.max_model_len and num_blocks <= spec.num_blocks
+        num_pages = first_footprint(spec, len(group.spec.prompt_token_ids), count)
+    return count <= spec.max_num_seqs and longest < spec.max_model_len and num_pages <= spec.num_blocks

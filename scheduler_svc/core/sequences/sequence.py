@@ -51,6 +51,7 @@ class Sequence(SequenceTokens):
         "state",
         "suspected",
         "tenant",
+        "windows",
     )
 
     def __init__(self, sequence_id: int, group: SequenceGroup, sample_index: int) -> None:
@@ -81,6 +82,8 @@ class Sequence(SequenceTokens):
         """Blocks of its KV while it is swapped out."""
         self.shared_blocks: SharedBlocks | None = None
         """The first blocks of its table, on the device or the host, if other sequences of its group share them."""
+        self.windows: list[range] = []
+        """By KV group with a window: the indexes of the blocks that it holds there. See `memory.window_tables`."""
         self.num_cached_blocks = 0
         """Number of leading blocks that are in the prefix cache, or were hits."""
         self.cache_node: int | None = None
@@ -144,7 +147,7 @@ class Sequence(SequenceTokens):
         self.roll_back(0)
         self.slot = None
         self.group.reserved_blocks = []
-        self.block_ids, self.host_block_ids, self.shared_blocks = [], [], None
+        self.block_ids, self.host_block_ids, self.shared_blocks, self.windows = [], [], None, []
 
     def roll_back(self, num_computed: int) -> None:
         """Reset after the end of a session: KV of the first `num_computed` tokens and the blocks stay."""
@@ -373,8 +376,14 @@ class SequenceGroup:
 
     @property
     def has_all_results(self) -> bool:
-        """Whether no plan in flight still returns tokens or candidates for its waiting sequences."""
-        return not (self.num_pending_candidates or [each for each in self.waiting_sequences if each.num_pending])
+        """Whether no plan in flight still returns tokens or candidates for its waiting sequences.
+
+        With drafts a sequence may reach its maximum length by fewer plans than were made for it.
+        """
+        return not (
+            self.num_pending_candidates
+            or [each for each in self.waiting_sequences if each.num_pending and each.num_tokens < each.max_len]
+        )
 
     @property
     def can_admit_partially(self) -> bool:

@@ -70,6 +70,10 @@ def admit(
             continue
         allocations = allocations_of(requests, lane, group)
         allocations, memory_is_full = _fitting(lane, group, allocations, num_free_slots, alone=alone)
+        if memory_is_full and alone and lane.blocks.windows is not None:
+            # Shorter chunks need fewer pages.
+            allocations = allocations_of(requests, lane, group, chunk=1)
+            allocations, memory_is_full = _fitting(lane, group, allocations, num_free_slots, alone=alone)
         if memory_is_full and alone:
             _shrink_or_finish(requests, lane, group)
             continue
@@ -180,8 +184,9 @@ def _send_on(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:
 
 def _take_over(requests: RequestTable, lane: Lane, group: SequenceGroup, num_free_slots: int) -> bool:
     """Take a group over from another lane, unless this lane has no room for it now; its swapped KV is given up."""
-    num_blocks = sum(lane.blocks.num_blocks_for(sequence.num_tokens) for sequence in group.waiting_sequences)
-    if group.swapped and not lane.blocks.can_take(num_blocks, alone=not len(lane.running)):
+    blocks = lane.blocks
+    num_pages = sum(blocks.num_pages_for(blocks.num_blocks_for(each.num_tokens)) for each in group.waiting_sequences)
+    if group.swapped and not blocks.can_take(num_pages, alone=not len(lane.running)):
         return False
     requests.drop_swapped(group)
     allocations = allocations_of(requests, lane, group)
@@ -204,19 +209,22 @@ def _allocate(lane: Lane, step: PlannedStep, allocations: list[Allocation]) -> N
             continue  # A slot for a later beam.
         if came_back:
             num_more = lane.blocks.num_blocks_for(allocation.num_tokens) - len(sequence.block_ids)
-            sequence.block_ids += lane.blocks.take(max(0, num_more))
+            if num_more > 0:
+                lane.blocks.extend(sequence, num_more)
             if sequence.group.forked and lane.blocks.writes_shared(sequence):
                 lane.blocks.make_writable(sequence)
         elif source is None:
-            lane.blocks.allocate(sequence, allocation.num_tokens, found=allocation.found)
+            lane.blocks.allocate(sequence, allocation.num_tokens, found=allocation.found, chunk=allocation.chunk)
             sequence.mark_computed(allocation.found.num_tokens)
             sequence.num_hit_tokens = allocation.found.num_tokens
             sequence.group.reserved_blocks += lane.blocks.take(allocation.num_reserved_blocks)
         elif sequence.awaits_fork:
-            lane.blocks.share_blocks(source, sequence, sequence.num_prompt_tokens)
-            sequence.block_ids += lane.blocks.take(allocation.num_to_take)
+            lane.blocks.share_blocks(source, sequence, sequence.num_prompt_tokens, in_windows=False)
+            num_more = lane.blocks.num_blocks_for(allocation.num_tokens) - len(sequence.block_ids)
+            sequence.block_ids += lane.blocks.take(num_more)
         else:
-            lane.blocks.allocate(sequence, allocation.num_tokens, source=source, num_shared=allocation.num_shared)
+            num_shared, chunk = allocation.num_shared, allocation.chunk
+            lane.blocks.allocate(sequence, allocation.num_tokens, source=source, num_shared=num_shared, chunk=chunk)
             sequence.mark_computed(allocation.num_shared * lane.spec.block_size)
             sequence.kv_source = source
 

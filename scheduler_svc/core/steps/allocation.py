@@ -18,7 +18,7 @@ class Allocation:
 
     sequence: Sequence
     num_to_take: int
-    """Number of free device blocks that it takes."""
+    """Number of free device pages that it takes."""
     num_tokens: int = 0
     """Number of tokens that its blocks hold."""
     found: CachedPrefix = NO_PREFIX
@@ -28,24 +28,27 @@ class Allocation:
     """Number of blocks shared with `source`."""
     num_reserved_blocks: int = 0
     """Number of blocks, included in num_to_take, reserved for the growth of its group's beams."""
+    chunk: int = 0
+    """With windows, the tokens of the chunks that it is to compute; 0: the most."""
 
 
-def allocations_of(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Allocation]:
-    """The sequences of a waiting group that can be admitted, each with its allocation."""
+def allocations_of(requests: RequestTable, lane: Lane, group: SequenceGroup, chunk: int = 0) -> list[Allocation]:
+    """The sequences of a waiting group that can be admitted, each with its allocation; `chunk`: as there."""
     if group.swapped:
         return _swap_in_allocations(
             lane, [sequence for sequence in group.sequences if sequence.state is SequenceState.SWAPPED]
         )
     if not group.forked:
-        return _prompt_allocations(requests, lane, group)
+        return _prompt_allocations(requests, lane, group, chunk)
     allocations: list[Allocation] = []
     sources = [sequence for sequence in group.running if sequence.block_ids]
     for sequence in group.waiting_sequences:
         if sequence.is_spare_beam:
             allocations.append(Allocation(sequence, 0))
         else:
-            allocations.append(_allocation(requests, lane, sequence, sources))
-            sources.append(sequence)
+            allocations.append(_allocation(requests, lane, sequence, sources, chunk))
+            if lane.blocks.windows is None or not sources:
+                sources.append(sequence)
     return allocations
 
 
@@ -58,7 +61,7 @@ def have_blocks(
     """
     count = sum(allocation.num_to_take for allocation in allocations)
     if not alone and not group.forked and group.sequences[0].num_prompt_tokens % lane.spec.block_size:
-        count += len(allocations) - 1  # The fork will copy the last block.
+        count += (len(allocations) - 1) * lane.blocks.block_pages  # The fork will copy the last block.
     return lane.blocks.can_take(count, alone=alone, num_more=num_more)
 
 
@@ -75,21 +78,22 @@ def _swap_in_allocations(lane: Lane, swapped: list[Sequence]) -> list[Allocation
             writers[host_block_ids[index]] += 1
             num_more += writers[host_block_ids[index]] > 1
         num_back = 0 if allocations else lane.blocks.num_to_swap_in(swapped)
-        allocations.append(Allocation(sequence, num_back + num_more, num_tokens))
+        allocations.append(Allocation(sequence, num_back + num_more * lane.blocks.block_pages, num_tokens))
     return allocations
 
 
-def _prompt_allocations(requests: RequestTable, lane: Lane, group: SequenceGroup) -> list[Allocation]:
+def _prompt_allocations(requests: RequestTable, lane: Lane, group: SequenceGroup, chunk: int) -> list[Allocation]:
     """The first sequence computes the prompt; the others share its blocks and get those reserved beyond it."""
     first, *others = group.sequences
-    allocations = [_allocation(requests, lane, first, [])]
+    allocations = [_allocation(requests, lane, first, [], chunk)]
     num_shared = lane.blocks.num_blocks_for(first.num_prompt_tokens)
     for other in others:
         num_tokens = first.num_prompt_tokens if other.is_beam else _num_reserved_tokens(requests, lane, other)
         num_new = lane.blocks.num_blocks_for(num_tokens) - num_shared
-        allocations.append(Allocation(other, num_new, num_tokens, source=first, num_shared=num_shared))
+        num_pages = num_new * lane.blocks.block_pages
+        allocations.append(Allocation(other, num_pages, num_tokens, source=first, num_shared=num_shared))
     if first.is_beam and (num_reserved_blocks := _num_reserved_blocks(requests, lane, first)):
-        num_to_take = allocations[0].num_to_take + num_reserved_blocks
+        num_to_take = allocations[0].num_to_take + num_reserved_blocks * lane.blocks.block_pages
         allocations[0] = replace(allocations[0], num_to_take=num_to_take, num_reserved_blocks=num_reserved_blocks)
     return allocations
 
@@ -103,19 +107,35 @@ def _num_reserved_blocks(requests: RequestTable, lane: Lane, first: Sequence) ->
     num_full = num_prompt // lane.spec.block_size
     own = lane.blocks.num_blocks_for(wanted) - num_full
     most = num_full + own * len(first.group.sequences)
-    reserves = wanted > num_prompt and most <= lane.spec.num_blocks
+    reserves = wanted > num_prompt and most * lane.blocks.block_pages <= lane.spec.num_blocks
+    reserves = reserves and lane.blocks.windows is None
     return most - lane.blocks.num_blocks_for(num_prompt) if reserves else 0
 
 
-def _allocation(requests: RequestTable, lane: Lane, sequence: Sequence, sources: list[Sequence]) -> Allocation:
+def _allocation(
+    requests: RequestTable, lane: Lane, sequence: Sequence, sources: list[Sequence], chunk: int
+) -> Allocation:
     num_tokens = _num_reserved_tokens(requests, lane, sequence)
     num_blocks = lane.blocks.num_blocks_for(num_tokens)
     # Only the first of a group looks up the cache: taking its blocks changes what the others would find.
     found = NO_PREFIX if sources else lane.blocks.find_cached_prefix(sequence)
     source, num_shared = _best_source(sequence, sources, lane.spec.block_size)
-    if num_shared:
-        return Allocation(sequence, num_blocks - num_shared, num_tokens, source=source, num_shared=num_shared)
-    return Allocation(sequence, found.num_to_take(num_blocks), num_tokens, found)
+    sizes = lane.blocks.sizes
+    if sizes is None:
+        if num_shared:
+            return Allocation(sequence, num_blocks - num_shared, num_tokens, source=source, num_shared=num_shared)
+        return Allocation(sequence, found.num_to_take(num_blocks), num_tokens, found)
+    if source is not None and num_shared and not _can_share(lane, source):
+        source, num_shared = None, 0
+    num_to_take = num_blocks - num_shared if num_shared else found.num_to_take(num_blocks)
+    num_pages = sizes.num_pages(num_to_take, chunk or sizes.max_chunk)
+    return Allocation(sequence, num_pages, num_tokens, found, source, num_shared, chunk=chunk)
+
+
+def _can_share(lane: Lane, source: Sequence) -> bool:
+    """Whether the first blocks of a sequence can be shared before their KV is there: with windows, only from its
+    beginning on, since it gives back what it has passed."""
+    return lane.blocks.windows is None or not source.block_ids
 
 
 def _best_source(sequence: Sequence, sources: list[Sequence], size: int) -> tuple[Sequence | None, int]:
@@ -153,8 +173,9 @@ def _num_reserved_tokens(requests: RequestTable, lane: Lane, sequence: Sequence)
 
     Nothing is reserved for a group whose whole reservation exceeds the pool. For beams see `_num_reserved_blocks`.
     """
-    wanted = requests.policies.batching.num_reserved_tokens(sequence)
+    wanted = 0 if lane.blocks.windows is not None else requests.policies.batching.num_reserved_tokens(sequence)
     others = len(sequence.group.sequences) - 1
-    if sequence.is_beam or (others and lane.blocks.num_blocks_for(wanted) * (others + 1) > lane.spec.num_blocks):
+    num_pages = lane.blocks.num_pages_for(lane.blocks.num_blocks_for(wanted))
+    if sequence.is_beam or (others and num_pages * (others + 1) > lane.spec.num_blocks):
         wanted = 0
-    return max(sequence.num_tokens, min(wanted, lane.spec.num_blocks * lane.spec.block_size))
+    return max(sequence.num_tokens, min(wanted, lane.num_kv_tokens))

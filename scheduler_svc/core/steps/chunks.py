@@ -13,6 +13,7 @@ from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
 from scheduler_svc.core.memory.block_tables import have_same_blocks
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.budget import StepBudget
+from scheduler_svc.core.steps.pages import cover, describe_pages
 
 
 def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequence) -> list[Sequence]:
@@ -23,12 +24,19 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
     num_tokens = min(sequence.num_uncomputed_tokens, budget.chunk)
     if sequence.suspected is not None and not step.is_trial:
         num_tokens = min(num_tokens, max(0, sequence.suspected.start - sequence.num_computed_tokens))
+    num_left = num_covered = sequence.num_uncomputed_tokens
+    if lane.blocks.windows is not None:
+        num_tokens = min(num_tokens, _num_before_waiting(lane, sequence))
+        num_covered = cover(lane, step, sequence, min(num_tokens + 1, num_left))
+        num_tokens = min(num_tokens, num_covered)
     if num_top is not None and sequence.needs_prompt_logprobs:
         num_tokens = budget.take_prompt_logprobs(num_tokens, 1 + num_top)
     if siblings and num_tokens == sequence.num_uncomputed_tokens:
         values = group.spec.sampling.num_listed * len(siblings)  # The prompt is the source's.
         if budget.num_sequences <= len(siblings) or not budget.take_values(values):
             num_tokens -= 1  # The fork does not fit the budget of this step.
+    if num_left - num_tokens == 1 and num_covered < num_left and num_tokens:
+        num_tokens -= 1  # Left alone, the last token would be due, and lacks pages.
     if num_tokens == 0 or not _describe_once(lane, step, budget, sequence):
         return []
     budget.spend(num_tokens)
@@ -39,6 +47,12 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
         budget.spend(0, num_sequences=len(siblings))
         return _fork(lane, step, sequence, siblings)
     return _file_after_chunk(lane, sequence)
+
+
+def _num_before_waiting(lane: Lane, source: Sequence) -> int:
+    """Number of tokens up to where others go on that wait for this one's KV: they must still find their windows."""
+    waiting = [each.num_computed_tokens for each in lane.prefilling if each.kv_source is source]
+    return min(waiting, default=source.num_planned_tokens) - source.num_computed_tokens
 
 
 def plan_beams(lane: Lane, step: PlannedStep, budget: StepBudget, groups: Iterable[SequenceGroup]) -> None:
@@ -111,6 +125,8 @@ def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequen
     group.forked = True
     for sibling in siblings:
         sibling.fork(source)
+        if lane.blocks.windows is not None:
+            lane.blocks.windows.share(source, sibling)
         known = sibling.block_ids[:num_full] if num_computed % size else sibling.block_ids
         prefix = _prefix_source(lane, step, sibling)
         _describe(lane, step, sibling, known, min(num_full * size, num_computed - 1), prefix)
@@ -149,7 +165,10 @@ def _prefix_source(lane: Lane, step: PlannedStep, sequence: Sequence) -> PrefixS
         return None
     slot, num_tokens = held_slot(source), source.num_prompt_tokens
     # Blocks that this plan appends come after its admissions.
-    num_blocks = min(num_tokens // lane.spec.block_size, len(source.block_ids) - step.plan.append_slots.count(slot))
+    num_appended = step.plan.append_slots.count(slot)
+    if lane.blocks.sizes is not None and num_appended:
+        num_appended = len(source.block_ids)  # They are pages.
+    num_blocks = min(num_tokens // lane.spec.block_size, len(source.block_ids) - num_appended)
     if not have_same_blocks(sequence, source, num_blocks):
         num_blocks = 0
     return PrefixSource(slot, num_tokens, num_blocks)
@@ -171,6 +190,8 @@ def _describe(
         sequence, held_slot(sequence), token_ids, num_computed_tokens, tuple(block_ids), sequence.admitted_sampling()
     )
     admitted.held, admitted.source = _is_held(sequence), source
+    if lane.blocks.sizes is not None:
+        describe_pages(lane.blocks, sequence, admitted)
     step.plan.admitted.append(admitted)
 
 

@@ -9,6 +9,7 @@ back to the waiting queue without KV if it
 - waits for KV that another sequence computes,
 - still needs prompt logprobs, which are not computed from the middle of a prompt,
 - would write to a block that another sequence holds, or lacks a block and none is free,
+- has given back what its next row reads in a window: it was computed further than is certain,
 - had its last token planned, which had freed its blocks.
 """
 
@@ -34,7 +35,7 @@ def keep_kv(requests: RequestTable, lane: Lane) -> None:
     for group in {sequence.group for sequence in (*contexts, *lane.running)}:
         group.drop_candidates()
     if steps:
-        host_block_ids = [host_block_id for step in steps for host_block_id in step.plan.swap_out.destinations]
+        host_block_ids = [host_block_id for step in steps for host_block_id in step.moves.swapped_out.destinations]
         lane.blocks.remove_uncertain(steps[0].first_node, offsets, host_block_ids)
     finishing = list(lane.finishing)
     lane.reset_session()
@@ -78,7 +79,7 @@ def _uncertain_offsets(steps: list[PlannedStep]) -> dict[int, int]:
     """
     offsets: dict[int, int] = {}
     for step in steps:
-        for block_id in (*step.plan.copies.destinations, *step.plan.swap_in.destinations):
+        for block_id in (*step.moves.copied.destinations, *step.moves.swapped_in.destinations):
             offsets[block_id] = 0
         for chunk in step.chunks:
             for index, block_id in enumerate(chunk.block_ids):
@@ -122,16 +123,18 @@ def _give_up_uncertain(requests: RequestTable, lane: Lane, joined: set[Sequence]
         if sequence.slot is None or sequence.group in lane.due_beam_groups:
             continue
         needs_more = sequence in joined or sequence.kv_source is not None or sequence.needs_prompt_logprobs
+        if lane.blocks.windows is not None and not (sequence.awaits_fork or sequence.is_spare_beam):
+            needs_more = needs_more or not lane.blocks.windows.covers(sequence)
         # Before a fork, all share the blocks that the first one writes to.
         if needs_more or (sequence.group.forked and not lane.blocks.writes_only_own(sequence)):
             _give_up(requests, lane, sequence)
     for sequence in list(lane.prefilling):
         if sequence.slot is None or not (num_missing := lane.blocks.num_missing(sequence)):
             continue
-        if num_missing > lane.blocks.num_free:
+        if num_missing * lane.blocks.block_pages > lane.blocks.num_free:
             _give_up(requests, lane, sequence)
         else:
-            sequence.block_ids += lane.blocks.take(num_missing)
+            lane.blocks.extend(sequence, num_missing)
 
 
 def _give_up(requests: RequestTable, lane: Lane, sequence: Sequence) -> None:

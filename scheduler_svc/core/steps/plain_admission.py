@@ -14,6 +14,7 @@ from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget
 from scheduler_svc.core.steps.chunks import described
+from scheduler_svc.core.steps.pages import describe_pages
 
 
 def admit_new(
@@ -70,14 +71,17 @@ def _take_blocks(requests: RequestTable, lane: Lane, budget: StepBudget, sequenc
     """Give a new sequence its blocks, and subtract it from the budget; False without any change if this step cannot
     compute it whole."""
     blocks, num_prompt = lane.blocks, sequence.num_prompt_tokens
-    num_reserved = requests.policies.batching.num_reserved_tokens(sequence)
+    num_reserved = 0 if blocks.windows is not None else requests.policies.batching.num_reserved_tokens(sequence)
     # More than its prompt only where the length is reserved, and never more than the pool has.
     num_tokens = num_prompt if num_reserved <= num_prompt else max(num_prompt, min(num_reserved, lane.num_kv_tokens))
     num_blocks = -(-num_tokens // lane.spec.block_size)
     found = blocks.find_cached_prefix(sequence)
     num_new = num_prompt - found.num_tokens
     # A single token is scheduled as the next token of a decoding sequence is.
-    if num_new == 1 or not blocks.can_take(found.num_to_take(num_blocks), alone=alone):
+    num_to_take = found.num_to_take(num_blocks)
+    if blocks.sizes is not None:
+        num_to_take = blocks.sizes.num_pages(num_to_take, blocks.sizes.max_chunk)
+    if num_new == 1 or not blocks.can_take(num_to_take, alone=alone):
         return False
     if not budget.take_whole(num_new, num_prompt + num_blocks + sequence.group.spec.sampling.num_values):
         return False
@@ -88,7 +92,7 @@ def _take_blocks(requests: RequestTable, lane: Lane, budget: StepBudget, sequenc
 
 def _start(lane: Lane, step: PlannedStep, sequences: list[Sequence]) -> None:
     """Start sequences with blocks: the plan describes each and computes all that its prompt lacks."""
-    slots, plan, size = lane.start_all(sequences), step.plan, lane.spec.block_size
+    slots, plan, size, sizes = lane.start_all(sequences), step.plan, lane.spec.block_size, lane.blocks.sizes
     step.joined += sequences
     step.joined_slots += slots
     step.described += sequences
@@ -98,6 +102,8 @@ def _start(lane: Lane, step: PlannedStep, sequences: list[Sequence]) -> None:
         block_ids = tuple(sequence.block_ids)
         num_tokens.append(num_prompt - num_hit)
         plan.admitted.append(described(sequence, slot, spec.prompt_token_ids, num_hit, block_ids, spec.sampling))
+        if sizes is not None:
+            describe_pages(lane.blocks, sequence, plan.admitted[-1])
         written = block_ids[num_hit // size : -(-num_prompt // size)]
         step.chunks.append(Chunk(sequence, slot, num_prompt - num_hit, num_hit, True, written, num_hit % size))
     plan.scheduled_slots += slots

@@ -16,6 +16,7 @@ from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 from scheduler_svc.core.steps.admission import admit
 from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget
 from scheduler_svc.core.steps.chunks import plan_beams, plan_chunk
+from scheduler_svc.core.steps.pages import append_pages, close_pages
 from scheduler_svc.core.steps.preemption import append_missing, move_away, preempt_for_admission, preempt_for_decodes
 from scheduler_svc.core.steps.shares import plan_prompts_by_rank, preempt_for_share
 from scheduler_svc.core.steps.suspects import clear_sequence, is_ready, next_trial
@@ -45,12 +46,16 @@ def plan_step(requests: RequestTable, lane: Lane, plan: StepPlan, now: float) ->
 def _fill(requests: RequestTable, lane: Lane, step: PlannedStep, *, is_trial: bool = False) -> bool:
     """Plan a step; returns whether there is anything for the executor to do."""
     plan, spec = step.plan, lane.spec
-    budget = StepBudget(spec.max_num_batched_tokens, spec.max_num_seqs, requests.policies.long_prefill_token_threshold)
+    max_chunk = requests.policies.long_prefill_token_threshold
+    if lane.blocks.windows is not None and lane.blocks.sizes is not None:
+        max_chunk = min(max_chunk or spec.max_num_batched_tokens, lane.blocks.sizes.max_chunk)
+    budget = StepBudget(spec.max_num_batched_tokens, spec.max_num_seqs, max_chunk)
     fully_planned = (_plan_trial if is_trial else _plan_all)(requests, lane, step, budget)
     plan.released_slots = lane.stale_slots + lane.take_released_slots(plan.step_id)
     lane.stale_slots = []
     step.retired, lane.retired = lane.retired, []
     _take_moves(lane, step)
+    close_pages(step)
     # Only now: their blocks belong to this step, and are free, or can be shared, from the next one on.
     if lane.blocks.caching:
         for chunk in step.chunks:
@@ -58,7 +63,8 @@ def _fill(requests: RequestTable, lane: Lane, step: PlannedStep, *, is_trial: bo
     for sequence in fully_planned:
         lane.retire(sequence)
     moves = plan.swap_out or plan.copies or plan.swap_in
-    return bool(step.total_tokens or plan.released_slots or moves or plan.append_slots or plan.resumed_slots)
+    appends = plan.append_slots or plan.group_appends
+    return bool(step.total_tokens or plan.released_slots or moves or appends or plan.resumed_slots)
 
 
 def _plan_all(requests: RequestTable, lane: Lane, step: PlannedStep, budget: StepBudget) -> list[Sequence]:
@@ -76,7 +82,7 @@ def _plan_all(requests: RequestTable, lane: Lane, step: PlannedStep, budget: Ste
     memory_is_short = preempt_for_decodes(requests, lane, step)
     _resume(lane, step)
     # Sequences with shared KV wait until an earlier plan has computed it.
-    prefilling = [sequence for sequence in lane.prefilling if _shared_kv_is_computed(sequence)]
+    prefilling = [sequence for sequence in lane.prefilling if _shared_kv_is_computed(lane, sequence)]
     fully_planned = _plan_decodes(lane, step, budget)
     plan_beams(lane, step, budget, [group for group in lane.due_beam_groups if group not in requests.suspects])
     # A sequence preempted for lack of memory would be admitted again at once.
@@ -99,6 +105,9 @@ def _plan_trial(requests: RequestTable, lane: Lane, step: PlannedStep, budget: S
     """Plan a trial: suspected positions alone; returns sequences whose last token is planned now."""
     preempt_for_decodes(requests, lane, step)
     _resume(lane, step)
+    if lane.blocks.windows is not None:
+        for sequence in lane.prefilling:
+            _shared_kv_is_computed(lane, sequence)
     groups = next_trial(requests, lane)
     step.is_trial, lane.suspects_catch_up = True, False
     fully_planned: list[Sequence] = []
@@ -119,10 +128,13 @@ def _resume(lane: Lane, step: PlannedStep) -> None:
     lane.resuming.clear()
 
 
-def _shared_kv_is_computed(sequence: Sequence) -> bool:
+def _shared_kv_is_computed(lane: Lane, sequence: Sequence) -> bool:
     """Whether the KV that it shares is computed, so that it can continue from there."""
-    if sequence.num_present_tokens == sequence.num_computed_tokens:
+    source = sequence.kv_source
+    if source is not None and sequence.num_present_tokens == sequence.num_computed_tokens:
         sequence.kv_source = None
+        if lane.blocks.windows is not None:
+            lane.blocks.windows.join(source, sequence)
     return sequence.kv_source is None
 
 
@@ -137,7 +149,9 @@ def _plan_decodes(lane: Lane, step: PlannedStep, budget: StepBudget) -> list[Seq
 
 
 def _take_moves(lane: Lane, step: PlannedStep) -> None:
-    moves = lane.blocks.take_moves()
+    moves = step.moves = lane.blocks.take_moves()
+    if moves.pages is not None:
+        moves = moves.pages
     step.plan.swap_out, step.plan.copies, step.plan.swap_in = moves.swapped_out, moves.copied, moves.swapped_in
 
 
@@ -162,8 +176,21 @@ def _make_room(lane: Lane, step: PlannedStep, num_drafts: int) -> None:
     num_ahead = num_drafts + SPARE_TOKENS + sum(each.plan.max_drafts for each in lane.inflight)
     while found := lane.decode_batch.without_room(num_ahead - 1):
         sequences = [sequence for sequence in found if sequence not in lane.pending_copy_on_write]
-        if not sequences or not lane.blocks.can_take(len(sequences), alone=False):
+        if lane.blocks.windows is not None:
+            # A chunk of this step reads more than the window of the row after it.
+            chunked = {chunk.sequence for chunk in step.chunks}
+            for sequence in sequences:
+                if sequence not in chunked:
+                    lane.blocks.windows.give_back(sequence)
+        if not sequences or not lane.blocks.can_take(len(sequences) * lane.blocks.block_pages, alone=False):
             return
+        if lane.blocks.sizes is not None:
+            for sequence in sequences:
+                before = list(sequence.windows)
+                block_ids = lane.blocks.take(1)
+                lane.decode_batch.append_early(sequence, block_ids[0])
+                append_pages(lane, step, sequence, block_ids, before)
+            continue
         for sequence, block_id in zip(sequences, lane.blocks.take(len(sequences)), strict=True):
             lane.decode_batch.append_early(sequence, block_id)
             step.plan.append_slots.append(held_slot(sequence))

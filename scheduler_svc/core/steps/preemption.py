@@ -11,6 +11,7 @@ from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.steps.allocation import allocations_of, have_blocks
 from scheduler_svc.core.steps.beam_scheduling import finish_early
+from scheduler_svc.core.steps.pages import append_pages, extend, note_appends, note_windows
 from scheduler_svc.core.types import Finish, FinishDetail
 
 
@@ -22,7 +23,9 @@ def preempt_for_decodes(requests: RequestTable, lane: Lane, step: PlannedStep) -
     """
     # With neither beams nor forks, decodes write to their own blocks alone.
     writes_own = not (lane.due_beam_groups or lane.pending_copy_on_write)
-    if writes_own and lane.decode_batch.num_needing_blocks <= lane.blocks.num_free:
+    if lane.blocks.windows is not None:
+        writes_own = writes_own and not _give_back(lane)
+    if writes_own and lane.decode_batch.num_needing_blocks * lane.blocks.block_pages <= lane.blocks.num_free:
         _append_blocks(lane, step)
         return False
     _free_reserves(lane)
@@ -66,12 +69,13 @@ def preempt_for_admission(requests: RequestTable, lane: Lane, step: PlannedStep)
 
 
 class VictimSet:
-    """Candidate victims, and the number of blocks that their preemption would free."""
+    """Candidate victims, and the number of pages that their preemption would free."""
 
     def __init__(self, lane: Lane, kept: set[int]) -> None:
         self.sequences: dict[Sequence, None] = {}
         self.num_freed = 0
-        self._ref_counts = lane.blocks.pool.ref_counts
+        self._pool = lane.blocks.pool
+        self._ref_counts = self._pool.ref_counts
         self._kept = kept
         self._holders: Counter[int] = Counter()
         self._sharers: Counter[SharedBlocks] = Counter()
@@ -89,8 +93,23 @@ class VictimSet:
             for block_id in member.block_ids[first:]:
                 self._holders[block_id] += 1
                 last = self._holders[block_id] == self._ref_counts[block_id]
-                self.num_freed += last and block_id not in self._kept
+                if last and block_id not in self._kept:
+                    self.num_freed += self._pool.num_pages_of((block_id,))
         return added
+
+
+def _give_back(lane: Lane) -> int:
+    """Let the sequences that are about to get a block give back what their windows have passed.
+
+    Returns the number of pages that the first other sequence lacks for its next token: the first always goes on.
+    """
+    windows = lane.blocks.windows
+    if windows is None:
+        return 0
+    for sequence in (*lane.decode_batch.needing_blocks, *_due_beams(lane)):
+        windows.give_back(sequence)
+    first = next((sequence for sequence in lane.prefilling if sequence.may_compute), None)
+    return 0 if first is None else windows.num_lacking(first)
 
 
 def _free_reserves(lane: Lane) -> None:
@@ -103,9 +122,11 @@ def _free_reserves(lane: Lane) -> None:
 
 
 def _num_needed_blocks(lane: Lane) -> int:
-    """Number of new blocks for growing decodes and beams, and for copy-on-write after forks."""
+    """Number of pages of new blocks for growing decodes and beams, and for copy-on-write after forks."""
     beams = _due_beams(lane)
-    return len(lane.decode_batch.needing_blocks) + _num_needed_for(lane, beams, [*lane.pending_copy_on_write, *beams])
+    num_blocks = lane.decode_batch.num_needing_blocks
+    num_blocks += _num_needed_for(lane, beams, [*lane.pending_copy_on_write, *beams])
+    return num_blocks * lane.blocks.block_pages + _give_back(lane)
 
 
 def _num_needed_for(lane: Lane, beams: list[Sequence], sharers: list[Sequence]) -> int:
@@ -133,7 +154,12 @@ def _copy_on_write(lane: Lane, step: PlannedStep) -> None:
     for sequence, lacks_block in sorted(lane.pending_copy_on_write.items(), key=lambda item: not item[1]):
         lane.blocks.make_writable(sequence)
         if lacks_block:
-            for block_id in sequence.block_ids[sequence.num_computed_tokens // size :]:
+            index = sequence.num_computed_tokens // size
+            if lane.blocks.sizes is not None:
+                note_appends(lane, step, sequence, sequence.block_ids[index:])
+                note_windows(lane, step, sequence, [range(min(held.stop, index)) for held in sequence.windows])
+                continue
+            for block_id in sequence.block_ids[index:]:
                 _note_append(step, sequence, block_id)
     lane.pending_copy_on_write.clear()
     # Beams that keep their slot are last: by then no other sequence shares their blocks.
@@ -146,6 +172,9 @@ def _append_blocks(lane: Lane, step: PlannedStep) -> None:
     """Append a block to each sequence whose blocks are full."""
     beams, needing_blocks = _beams_needing_blocks(lane, _due_beams(lane)), lane.decode_batch.needing_blocks
     if not (beams or needing_blocks):
+        return
+    if lane.blocks.sizes is not None:
+        _append_pages(lane, step, beams, needing_blocks)
         return
     block_ids = lane.blocks.take(len(needing_blocks) + len(beams))
     for beam, block_id in zip(beams, block_ids[len(needing_blocks) :], strict=True):
@@ -164,11 +193,33 @@ def _append_blocks(lane: Lane, step: PlannedStep) -> None:
         step.appended += zip(needing_blocks, block_ids, strict=True)
 
 
+def _append_pages(lane: Lane, step: PlannedStep, beams: list[Sequence], needing_blocks: list[Sequence]) -> None:
+    """The same where blocks are not pages."""
+    for beam in beams:
+        lane.blocks.cache_full_blocks(beam)
+        extend(lane, step, beam, 1)
+    if not needing_blocks:
+        return
+    if lane.blocks.caching:
+        for sequence in needing_blocks:
+            lane.blocks.cache_full_blocks(sequence)
+    before = [list(sequence.windows) for sequence in needing_blocks]
+    block_ids = lane.blocks.take(len(needing_blocks))
+    lane.decode_batch.append_blocks(needing_blocks, block_ids)
+    for sequence, block_id, windows in zip(needing_blocks, block_ids, before, strict=True):
+        append_pages(lane, step, sequence, [block_id], windows)
+
+
 def append_missing(lane: Lane, step: PlannedStep, sequence: Sequence) -> bool:
     """Append the blocks that a sequence outside the decode batch lacks for its tokens; False if too few are free."""
     num_missing = lane.blocks.num_missing(sequence)
-    if num_missing > lane.blocks.num_free:
+    if lane.blocks.windows is not None:
+        lane.blocks.windows.give_back(sequence)
+    if num_missing * lane.blocks.block_pages > lane.blocks.num_free:
         return False
+    if lane.blocks.sizes is not None:
+        extend(lane, step, sequence, num_missing)
+        return True
     for block_id in lane.blocks.take(num_missing):
         sequence.block_ids.append(block_id)
         if sequence.described:

@@ -94,16 +94,17 @@ def preempt_for_share(requests: RequestTable, lane: Lane, step: PlannedStep) -> 
 
 
 class _Holdings:
-    """Slots and blocks that each subqueue holds on an executor. Shared blocks count for each holder."""
+    """Slots and pages that each subqueue holds on an executor. Shared blocks count for each holder."""
 
     def __init__(self, lane: Lane, order: OrderPolicy, other: str) -> None:
         """other: a subqueue that has a share too, although it may hold nothing."""
+        self._lane = lane
         self._num_slots = Counter(order.subqueue(sequence.group) for sequence in lane.running)
         self._num_blocks: Counter[str] = Counter()
         self.names = {*self._num_slots, other}
         if len(self.names) > 1:
             for sequence in lane.running:
-                self._num_blocks[order.subqueue(sequence.group)] += len(sequence.block_ids)
+                self._num_blocks[order.subqueue(sequence.group)] += lane.blocks.num_pages_of(sequence)
         weights = {name: order.weight(name) for name in self.names}
         total = sum(weights.values())
         self._max_slots = {name: lane.spec.max_num_seqs * weight / total for name, weight in weights.items()}
@@ -119,4 +120,4 @@ class _Holdings:
     def remove(self, name: str, sequence: Sequence) -> None:
         """A sequence is to be preempted."""
         self._num_slots[name] -= 1
-        self._num_blocks[name] -= len(sequence.block_ids)
+        self._num_blocks[name] -= self._lane.blocks.num_pages_of(sequence)

@@ -41,7 +41,8 @@ def check_beams(
 
 
 def _most_blocks(spec: RequestSpec, pool: ExecutorSpec) -> int:
-    """Blocks that the group may hold at once, if it shares none but the prompt's: with one for each copy."""
+    """Pages that the group may hold at once, if it shares none but the prompt's: with one for each copy."""
     longest = min(len(spec.prompt_token_ids) + (spec.max_tokens or MAX_MODEL_LEN), MAX_MODEL_LEN)
     num_shared = len(spec.prompt_token_ids) // pool.block_size
-    return num_shared + spec.num_sequences * (longest // pool.block_size + 2 - num_shared)
+    num_blocks = num_shared + spec.num_sequences * (longest // pool.block_size + 2 - num_shared)
+    return num_blocks * (sum(group.pages_per_block for group in pool.kv_groups) or 1)

@@ -16,7 +16,7 @@ from cadenza_common.plan_wire.results import result_from_wire, result_to_wire
 from cadenza_common.plan_wire.writing import plan_to_wire
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_result import LATE, SampledTokens
-from executor_svc.plan.limits import Limits
+from executor_svc.plan.limits import GroupShape, Limits
 from executor_svc.simulated.adapters import SimulatedAdapters
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.drafts import AcceptanceSource
@@ -90,6 +90,7 @@ class CoreExecutor:
             max_loras=spec.max_loras,
             max_cpu_loras=spec.max_cpu_loras,
             has_grammars=bool(spec.grammar_engine),
+            kv_groups=tuple(GroupShape(group.window or 0, group.pages_per_block) for group in spec.kv_groups),
         )
         self.adapters = SimulatedAdapters(spec.max_cpu_loras)
         drafts = AcceptanceSource(vocab_size, acceptance, self.adapters.hash_of) if spec.max_drafts else None
@@ -118,6 +119,10 @@ class CoreExecutor:
             self.run(plan)
         for pool, former in zip((pools.device, pools.host), before, strict=True):
             pool[pool != former] = _GARBAGE
+
+    def spoil(self, pages: list[int]) -> None:
+        """Leave garbage in pages that nobody holds."""
+        self.inner.pools.device[pages] = _GARBAGE
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out a plan."""

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 
 from cadenza.v1 import types_pb2
 from cadenza_common.plan.sampling import Grammar
+from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.core.policies.batching import BatchingPolicy, ContinuousBatching, StaticBatching
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, PriorityOrder, ShortestFirstOrder
@@ -35,12 +36,28 @@ _BATCHINGS: st.SearchStrategy[BatchingPolicy] = st.one_of(
 
 
 @st.composite
+def kv_groups(draw: st.DrawFn) -> tuple[KVGroup, ...]:
+    """None, as most have; a full group, one with a window, or both, with 1 to 3 pages a block."""
+    pages, window = st.integers(1, 3), st.sampled_from([8, 2, 5, 17])
+    kinds = draw(st.sampled_from(["", "", "full", "both", "both", "window", "two windows"]))
+    groups = []
+    if kinds in ("full", "both", "two windows"):
+        groups.append(KVGroup(0, None, draw(pages)))
+    for _ in range({"both": 1, "window": 1, "two windows": 2}.get(kinds, 0)):
+        groups.append(KVGroup(len(groups), draw(window), draw(pages)))
+    return tuple(groups)
+
+
+@st.composite
 def executors(draw: st.DrawFn) -> ExecutorSpec:
     """Small ones: memory, slots and budget all run short."""
     block_size, max_num_seqs = draw(st.sampled_from([4, 1, 2, 8])), draw(st.sampled_from([4, 6, 8, 5, 3, 2, 1]))
+    groups = draw(kv_groups())
     return ExecutorSpec(
         block_size=block_size,
-        num_blocks=max(3, draw(st.sampled_from([64, 48, 160, 32, 80])) // block_size),
+        num_blocks=max(3, draw(st.sampled_from([64, 48, 160, 32, 80])) // block_size)
+        * (sum(group.pages_per_block for group in groups) or 1),
+        kv_groups=groups,
         num_slots=max_num_seqs + draw(st.integers(0, 3)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([24, 8, 4, 12, 0])),

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 
 from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.core.adapters.events import AdapterFailure, AdapterLoaded, AdapterUnloaded
+from scheduler_svc.core.kv_groups import KVGroup
+from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.results import context_lens
@@ -29,6 +31,8 @@ class LaneRig:
         self.depth = depth
         self.executor = CoreExecutor(spec, VOCAB_SIZE)
         self.plans: deque[StepPlan] = deque()
+        self._free_pages: deque[list[int]] = deque()
+        """Of each of these plans, with KV groups: the pages that nobody holds once it has run."""
         self._is_other = False
         """Whether another process has taken the place of the one that the last session was with."""
         self.answers: deque[AdapterLoaded | AdapterUnloaded] = deque()
@@ -48,6 +52,8 @@ class LaneRig:
             return False
         plan.debug_digest = self.depth == 1
         self.plans.append(plan)
+        pool = self.core.lanes[self.executor_id].blocks.pool
+        self._free_pages.append(list(pool.unused_pages) if isinstance(pool, PagedPool) else [])
         return True
 
     def send_adapters(self) -> None:
@@ -77,6 +83,7 @@ class LaneRig:
     def apply(self, now: float) -> StepOutputs:
         """Run the oldest plan and apply its result."""
         result = self.executor.run(self.plans.popleft())
+        self.executor.spoil(self._free_pages.popleft())
         _, outputs = self.core.apply_result(self.executor_id, result, now)
         if result.debug_digest:
             check_mirror(self.core.lanes[self.executor_id], self.executor.inner.slots, result.debug_digest)
@@ -101,6 +108,7 @@ class LaneRig:
             for plan in list(self.plans)[:num_run]:
                 self.executor.run(plan)
         self.plans.clear()
+        self._free_pages.clear()
         self.answers.clear()
         if how == "process":
             self.executor, self._is_other = CoreExecutor(self.spec, VOCAB_SIZE), True
@@ -134,10 +142,23 @@ class LaneRig:
         assert lane.slots.num_free == self.spec.num_slots
 
 
+def first_pages(spec: ExecutorSpec, num_prompt: int, num_sequences: int) -> int:
+    """Pages that the first tokens of a request need: its prompt's, and a block for each sequence."""
+    size = spec.block_size
+    num_full, num_pages = num_prompt // size, 0
+    for group in spec.kv_groups or (KVGroup(0),):
+        # The last positions that a row reads and 4 before, in whole blocks, wherever a block begins.
+        in_window = num_full + 1
+        if group.window is not None:
+            in_window = min(in_window, -(-(group.window + 4) // size) + 1)
+        num_pages += group.pages_per_block * (in_window + num_sequences - 1)
+    return num_pages
+
+
 def fits_one(rigs: Collection[LaneRig], prompt: tuple[int, ...], num_sequences: int) -> bool:
     """Whether a single executor can hold a request."""
     return any(
-        len(prompt) // rig.spec.block_size + num_sequences <= rig.spec.num_blocks
+        first_pages(rig.spec, len(prompt), num_sequences) <= rig.spec.num_blocks
         and num_sequences <= rig.spec.max_num_seqs
         and len(prompt) + 1 <= rig.spec.max_model_len
         for rig in rigs

@@ -6,11 +6,14 @@ import hashlib
 import struct
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from executor_svc.batch.slots import Slots
 from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
+
+ANY_PAGE = -1
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,25 @@ def _told(lane: Lane, sequence: Sequence) -> SlotState:
         block_ids = block_ids[: sequence.num_computed_tokens // lane.spec.block_size]
     if sequence.group in lane.due_beam_groups and sequence in sequence.group.due_beams:
         token_ids = token_ids[:-1]
+    if lane.blocks.sizes is not None:
+        block_ids = _first_pages(lane, sequence, block_ids)
     return SlotState(
         held_slot(sequence), sequence.num_prompt_tokens, sequence.num_computed_tokens, token_ids, block_ids
     )
+
+
+def _first_pages(lane: Lane, sequence: Sequence, block_ids: list[int]) -> list[int]:
+    """With KV groups a slot has the first page of each block in group 0; one before its window may be any."""
+    sizes, pool = lane.blocks.sizes, lane.blocks.pool
+    assert sizes is not None
+    assert isinstance(pool, PagedPool)
+    if sizes.full_pages:
+        return [pool.full_pages_of(block_id)[0] for block_id in block_ids]
+    held = sequence.windows[0]
+    return [
+        pool.windows[0][block_id][0] if index in held else ANY_PAGE
+        for index, block_id in enumerate(block_ids[: held.stop])
+    ]
 
 
 def slot_states(slots: Slots) -> list[SlotState]:
@@ -86,7 +105,11 @@ def check_mirror(lane: Lane, mirror: Slots, debug_digest: bytes) -> bool:
     ours = {state.slot: state for state in lane_states(lane)}
     assert theirs.keys() == ours.keys() | releases_ahead(lane)
     for slot, state in ours.items():
-        assert theirs[slot] == state
-    whole = not releases_ahead(lane)
+        block_ids = [
+            mine if mine != ANY_PAGE else other
+            for mine, other in zip(state.block_ids, theirs[slot].block_ids, strict=True)
+        ]
+        assert theirs[slot] == replace(state, block_ids=block_ids)
+    whole = not releases_ahead(lane) and lane.blocks.windows is None
     assert not whole or lane_digest(lane) == debug_digest
     return whole

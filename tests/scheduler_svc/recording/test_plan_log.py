@@ -17,6 +17,7 @@ from cadenza_common.plan_wire.writing import plan_to_wire
 from cadenza_common.serving.plan_log import PlanLogError, PlanLogReader, record_bytes
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRejectedError
+from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.types import BeamSpec, ExecutorSpec, FinishDetail, RequestSpec, SessionEnd
 from scheduler_svc.executors.convert import model_description
@@ -46,7 +47,7 @@ PLAIN = dataclasses.replace(REQUEST, beams=None, num_samples=1, known_outputs=()
 EXECUTOR = ExecutorSpec(
     8, 100, 10, 5, 50, 64, watermark=0.1, num_host_blocks=20, shares_prefixes=False, numerics=b"n",
     max_drafts=4, adaptive_drafts=True, max_loras=2, max_cpu_loras=3, grammar_engine=b"engine",
-    lacks=frozenset({"beams", "samples"}),
+    lacks=frozenset({"beams", "samples"}), kv_groups=(KVGroup(0, None, 2), KVGroup(1, 128, 3)),
 )  # fmt: skip
 DESCRIPTION = execution_pb2.DescribeResponse(
     protocol_version=1,
@@ -64,7 +65,12 @@ DESCRIPTION = execution_pb2.DescribeResponse(
     eos_token_ids=[3, 9],
     bos_token_id=0,
     kv=execution_pb2.KvGeometry(
-        block_size=8, num_device_blocks=100, num_host_blocks=20, bytes_per_block=2**40, num_groups=1
+        block_size=8,
+        num_device_blocks=100,
+        num_host_blocks=20,
+        bytes_per_block=2**40,
+        num_groups=2,
+        groups=[execution_pb2.KvGroup(pages_per_block=2), execution_pb2.KvGroup(window=128, pages_per_block=3)],
     ),
     limits=execution_pb2.ExecutorLimits(
         num_slots=10,

@@ -1,0 +1,99 @@
+"""KV groups: sets of layers that keep the KV of the same positions, in pages of one pool.
+
+All groups have the same block size in tokens. What the core calls a block is one position's block in every group: the
+pages of the group without a window as long as somebody holds the block, those of each window group as long as somebody
+may still read them there (docs/decisions/0061). Lanes of one group without a window and one page a block have none of
+this: a block is a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+_SPARE_TOKENS = 4
+"""Positions before a window that are kept at least: one for each plan in flight, whose result may take a token back."""
+_MIN_CHUNK = 2048
+"""Tokens of a chunk that are always allowed: shorter chunks would cost speed, longer ones need more pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """A set of layers with one window and one number of pages for each block."""
+
+    index: int
+    window: int | None = None
+    """Number of the last positions that a row reads, its own included; None: all."""
+    pages_per_block: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """The pages that sequences need in several KV groups, or in one with a window or several pages a block."""
+
+    block_size: int
+    full_pages: int
+    """Pages of a block in the group without a window; 0: there is none."""
+    windows: tuple[KVGroup, ...]
+    """The groups with a window."""
+    max_chunk: int
+    """The most tokens of a sequence in one step."""
+    most_ahead: int
+    """The most tokens behind its computed ones for which a sequence holds pages."""
+
+    @property
+    def block_pages(self) -> int:
+        """Pages of a block that is in the window of every group."""
+        return self.full_pages + sum(group.pages_per_block for group in self.windows)
+
+    def num_kept(self, window: int) -> int:
+        """Number of the last positions, the next row's own included, that a sequence keeps in a window group.
+
+        Of whole blocks: then a decode needs no more of them at once than the chunks of one token of a sequence that
+        comes back.
+        """
+        return -(-(window + _SPARE_TOKENS) // self.block_size) * self.block_size
+
+    def first_block(self, window: int, context_len: int) -> int:
+        """The first block of a window group that a sequence with so many computed tokens keeps."""
+        return max(0, context_len + 1 - self.num_kept(window)) // self.block_size
+
+    def quota(self, window: int, chunk: int) -> int:
+        """The most blocks of a window group that a sequence needs at once to compute chunks of so many tokens.
+
+        With the token after the chunk: no chunk ends before a last token that lacks pages.
+        """
+        # The most blocks that so many positions in a row touch.
+        return (self.num_kept(window) + chunk - 2) // self.block_size + 2
+
+    def num_pages(self, num_blocks: int, chunk: int = 1) -> int:
+        """Pages of the first blocks of a sequence that is to compute chunks of so many tokens."""
+        num_pages = self.full_pages * num_blocks
+        for group in self.windows:
+            num_pages += group.pages_per_block * min(num_blocks, self.quota(group.window or 0, chunk))
+        return num_pages
+
+    def capacity(self, num_pages: int, most_tokens: int) -> int:
+        """Number of tokens of one sequence that so many pages hold; at most `most_tokens`."""
+        least, most = 0, -(-most_tokens // self.block_size)
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self.num_pages(middle) <= num_pages:
+                least = middle
+            else:
+                most = middle - 1
+        return min(most_tokens, least * self.block_size)
+
+
+def group_sizes(
+    groups: Ids[KVGroup], block_size: int, max_num_batched_tokens: int, max_drafts: int = 0
+) -> GroupSizes | None:
+    """The sizes of an executor with these groups; None: a block is a page."""
+    if not groups or (len(groups) == 1 and groups[0].window is None and groups[0].pages_per_block == 1):
+        return None
+    windows = tuple(group for group in groups if group.window is not None)
+    full_pages = sum(group.pages_per_block for group in groups if group.window is None)
+    longest = max((group.window or 0 for group in windows), default=0)
+    most = min(max_num_batched_tokens, max(_MIN_CHUNK, 2 * longest)) if windows else max_num_batched_tokens
+    most_ahead = max(most, block_size + (1 + _SPARE_TOKENS) * (1 + max_drafts))
+    return GroupSizes(block_size, full_pages, windows, most, most_ahead)

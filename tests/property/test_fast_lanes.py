@@ -101,8 +101,14 @@ def as_in_the_scheduler(plan: StepPlan) -> StepPlan:
 def test_every_field_of_a_plan_is_read_and_written() -> None:
     """Of a plan with every field of the protocol set, none is lost, on either side."""
     message = filled(execution_pb2.StepPlan())
+    message.admitted[0].block_tables.add(kv_group=1, first_block=2, block_ids=[3])
+    message.appends.add(kv_group=2, slots=[4], block_ids=[5])
     read = reading.plan_from_wire(message)
-    assert read.reserved == ()
+    first_block = message.admitted[0].block_tables[0].first_block
+    # Only executors with several KV groups have these; others refuse them by name.
+    assert {*read.reserved} == {
+        f"block_tables.first_block {first_block}", "block_tables.kv_group 1", "appends.kv_group 2",
+    }  # fmt: skip
     assert at_default(read) <= {"executor_id", "reserved"}
     (sequence,) = read.admitted
     assert not at_default(sequence)
@@ -236,8 +242,8 @@ def test_plans_and_outputs_are_those_of_one_by_one(
     monkeypatch.setattr(plain_admission, "described", lambda *args: admitted.append(described(*args)) or admitted[-1])
     together = history(seed, with_drafts=with_drafts)
     unused = set.intersection(*map(at_default, admitted))
-    # Of several sequences, of those that wait, and in executors.
-    unused -= {"sample_index", "source", "held", "grammar"}
+    # Of several sequences, of those that wait, in executors, and with several KV groups.
+    unused -= {"sample_index", "source", "held", "grammar", "first_block", "group_tables"}
     assert unused <= (set() if with_drafts else {"max_drafts", "max_len", "draft_scope"}), "fields that none has"
     num_admitted = len(admitted)
     assert num_admitted > 20

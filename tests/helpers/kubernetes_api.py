@@ -7,7 +7,7 @@ import re
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -142,6 +142,23 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+class _TLSServer(ThreadingHTTPServer):
+    """Its connections are TLS, not the socket that listens: for a client that is gone before it is accepted,
+    `SSLSocket.accept` of Python 3.11 raises ConnectionResetError and leaves the socket open."""
+
+    daemon_threads = True
+
+    def __init__(self, listen: tuple[str, int], handler: type[_Handler], context: ssl.SSLContext) -> None:
+        super().__init__(listen, handler)
+        self._context = context
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        with suppress(OSError):  # the client is gone, or trusts another CA
+            request.getpeername()
+            with self._context.wrap_socket(request, server_side=True) as secure:
+                super().finish_request(secure, client_address)
+
+
 @contextmanager
 def kubernetes_api(
     folder: Path,
@@ -159,9 +176,7 @@ def kubernetes_api(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(own / "scheduler.pem", own / "scheduler-key.pem")
     handler = type("Handler", (_Handler,), {"api": api})
-    with ThreadingHTTPServer(listen, handler) as server:
-        server.daemon_threads = True
-        server.socket = context.wrap_socket(server.socket, server_side=True)
+    with _TLSServer(listen, handler, context) as server:
         api.port = server.server_address[1]
         serving = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         serving.start()

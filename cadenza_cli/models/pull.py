@@ -27,10 +27,10 @@ EPILOG = "Exit codes: 0 it is there, 2 it cannot be had."
 
 def pull(model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.", show_default=False)]) -> None:
     """Download a model; raises OptionError."""
-    sys.stdout.write(local_path(check_model(model), {}, tell) + "\n")
+    sys.stdout.write(local_path(check_model(model), {}, write_line) + "\n")
 
 
-def tell(line: str) -> None:
+def write_line(line: str) -> None:
     """Print a line on stderr."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

@@ -26,22 +26,22 @@ class Listed:
     files: dict[str, HubFile]
 
 
-def local_model(name: HubName, with_weights: bool = True, tell: Callable[[str], None] = lambda line: None) -> Path:
+def local_model(name: HubName, with_weights: bool = True, on_event: Callable[[str], None] = lambda line: None) -> Path:
     """Return the local folder or GGUF file of a hub name; downloads what the cache lacks.
 
-    with_weights: without, no safetensors file is downloaded. tell: gets lines on what is chosen and downloaded. What
-    a call that ended has left is kept, and the next one goes on there. Raises HubError; nothing is
+    with_weights: without, no safetensors file is downloaded. on_event: gets lines on what is chosen and
+    downloaded. What a call that ended has left is kept, and the next one goes on there. Raises HubError; nothing is
     downloaded if the disk has no room.
     """
     try:
         listed = list_files(name.repo)
     except HubError as error:
-        return _cached(name, tell, error)
+        return _cached(name, on_event, error)
     chosen = choose(name, listed.files)
     if chosen.note:
-        tell(chosen.note)
+        on_event(chosen.note)
     wanted = [file for file in chosen.files if with_weights or not file.endswith(".safetensors")]
-    folder = _fetch(name, listed, wanted, tell)
+    folder = _fetch(name, listed, wanted, on_event)
     return folder / chosen.gguf if chosen.gguf else folder
 
 
@@ -67,10 +67,10 @@ def list_files(repo: str) -> Listed:
     return Listed(info.sha or "main", listed)
 
 
-def _cached(name: HubName, tell: Callable[[str], None], problem: HubError) -> Path:
+def _cached(name: HubName, on_event: Callable[[str], None], problem: HubError) -> Path:
     """Return what the cache has; raises `problem` if it lacks the model."""
     try:
-        found = cached_model(name, tell)
+        found = cached_model(name, on_event)
     except HubError as error:
         raise HubError(f"in the local cache, {error}, and {problem}") from None
     if found is None:
@@ -78,7 +78,7 @@ def _cached(name: HubName, tell: Callable[[str], None], problem: HubError) -> Pa
     return found
 
 
-def cached_model(name: HubName, tell: Callable[[str], None] = lambda line: None) -> Path | None:
+def cached_model(name: HubName, on_event: Callable[[str], None] = lambda line: None) -> Path | None:
     """Return what the cache has, without a look at the hub; None: nothing. Raises HubError for what it lacks."""
     import huggingface_hub as hub
 
@@ -92,11 +92,11 @@ def cached_model(name: HubName, tell: Callable[[str], None] = lambda line: None)
     if not chosen.gguf and "config.json" not in files:
         return None
     if chosen.note:
-        tell(chosen.note)
+        on_event(chosen.note)
     return folder / chosen.gguf if chosen.gguf else folder
 
 
-def _fetch(name: HubName, listed: Listed, files: Sequence[str], tell: Callable[[str], None]) -> Path:
+def _fetch(name: HubName, listed: Listed, files: Sequence[str], on_event: Callable[[str], None]) -> Path:
     """Download what the cache lacks of some files; returns the folder."""
     import huggingface_hub as hub
 
@@ -110,7 +110,7 @@ def _fetch(name: HubName, listed: Listed, files: Sequence[str], tell: Callable[[
     _check_disk(name, size - there)
     if new:
         rest = f", of which {human(there)} are there" if there else ""
-        tell(f"downloading {name.repo}: {len(new)} files, {human(size)}{rest}")
+        on_event(f"downloading {name.repo}: {len(new)} files, {human(size)}{rest}")
     began = time.monotonic()
     try:
         with _bars(wanted=True):
@@ -133,7 +133,7 @@ def _fetch(name: HubName, listed: Listed, files: Sequence[str], tell: Callable[[
         if each.sha256 and file not in resumed:
             check_hash(name.repo, file, Path(folder) / file, each.sha256)
     if new:
-        tell(f"downloaded {name.repo} in {time.monotonic() - began:.0f} s")
+        on_event(f"downloaded {name.repo} in {time.monotonic() - began:.0f} s")
     return Path(folder)
 
 

@@ -48,11 +48,11 @@ def check_model(model: str | os.PathLike[str]) -> str:
     raise OptionError(f"option model: there is no folder {model!r}{_nearest_folder(path)}")
 
 
-def local_path(model: str, settings: Mapping[str, Setting], tell: Callable[[str], None]) -> str:
+def local_path(model: str, settings: Mapping[str, Setting], on_event: Callable[[str], None]) -> str:
     """The path of a model that `check_model` has let pass: of a model of the hub in its cache, downloaded if need be.
 
-    With `simulate` and where Ray places the executors it is `model`: nothing reads it, or others do. tell: gets lines
-    on what is chosen and downloaded. Raises OptionError.
+    With `simulate` and where Ray places the executors it is `model`: nothing reads it, or others do. on_event gets
+    lines on what is chosen and downloaded. Raises OptionError.
     """
     name = parse(model)
     if _value(settings, "simulate") is not None or name is None or Path(model).exists():
@@ -61,7 +61,7 @@ def local_path(model: str, settings: Mapping[str, Setting], tell: Callable[[str]
         if _value(settings, "distributed_executor_backend") == "ray":
             list_files(name.repo)
             return model
-        return str(local_model(name, _value(settings, "load_format") != "dummy", tell))
+        return str(local_model(name, _value(settings, "load_format") != "dummy", on_event))
     except HubError as error:
         raise _no_model(model, error) from None
 

@@ -89,7 +89,7 @@ def test_an_unknown_command_suggests_the_nearest(message, near):
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "answer"),
     [
         ("/set temperature 0.2", "temperature 0.2, top_p 1, max_tokens 16"),
         ("/set top_k 5", "temperature 0.5, top_p 1, top_k 5, max_tokens 16"),
@@ -106,8 +106,8 @@ def test_an_unknown_command_suggests_the_nearest(message, near):
          "repetition_penalty, max_tokens, seed"),
     ],
 )  # fmt: skip
-def test_sampling_is_set(typed, told):
-    assert run_command(command_of(typed), conversation()) == told
+def test_sampling_is_set(typed, answer):
+    assert run_command(command_of(typed), conversation()) == answer
 
 
 def test_a_system_message_begins_a_new_conversation():

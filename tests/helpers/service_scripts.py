@@ -46,7 +46,7 @@ class Fakes:
         self.prelude = (
             "import cadenza_launcher.local\n"
             "cadenza_launcher.local.check_files = lambda model, settings: None\n"
-            "cadenza_launcher.local.local_path = lambda model, settings, tell: model\n"
+            "cadenza_launcher.local.local_path = lambda model, settings, on_event: model\n"
             "cadenza_launcher.local.Programs.__init__.__defaults__ = "
             f"({self.programs.executor!r}, {self.programs.scheduler!r}, {self.programs.gateway!r})\n"
         )

@@ -31,7 +31,7 @@ class Rotation:
     norm_eps: float = 0.0
 
     def name(self, shape: AttentionShape) -> str:
-        """Return what tells kernels of this rotation from others."""
+        """Return the part of a kernel's name that is of this rotation."""
         norms = "" if self.norm_dtype is None else f"_{self.norm_dtype}_{self.norm_eps}_{shape.head_size}"
         return f"{self.size}_{self.angle_dtype}{'_scaled' if self.queries_scaled else ''}{norms}"
 

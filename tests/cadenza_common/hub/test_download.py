@@ -52,7 +52,7 @@ def sha256(path: Path) -> str:
 def get(name: str, lines: list[str] | None = None) -> Path:
     said = parse(name)
     assert said is not None
-    return local_model(said, tell=[].append if lines is None else lines.append)
+    return local_model(said, on_event=[].append if lines is None else lines.append)
 
 
 def test_a_file_and_a_folder(hub: FakeHub) -> None:

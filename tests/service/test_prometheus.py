@@ -25,6 +25,7 @@ from executor_svc.service.metrics import DEFINITIONS as EXECUTOR_DEFINITIONS
 from scheduler_svc.metrics.definitions import DEFINITIONS as SCHEDULER_DEFINITIONS
 from tests.helpers.certificates import certificates
 from tests.helpers.prometheus import WATCH, Prometheus, needs_prometheus, prometheus
+from tests.helpers.service_scripts import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), needs_prometheus]
 
@@ -183,8 +184,12 @@ def test_listeners_count_what_they_refuse_and_say_when_certificates_expire(watch
     days = by("option", "(cadenza_tls_certificate_expiry_seconds - time()) / 86400")
     assert set(days) == {"--tls-cert", "--tls-client-ca"}
     assert 4.9 < days["--tls-cert"] < 5
-    firing = {alert["labels"]["alertname"] for alert in watched.prometheus.get("alerts")["alerts"]}
-    assert "CadenzaCertificateExpires" in firing
+
+    def firing() -> set[str]:
+        return {alert["labels"]["alertname"] for alert in watched.prometheus.get("alerts")["alerts"]}
+
+    # Prometheus evaluates rules after it has scraped what they are about.
+    until(lambda: "CadenzaCertificateExpires" in firing())
 
 
 def test_counts_are_those_of_get_server_info(watched: Watched) -> None:

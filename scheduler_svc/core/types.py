@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 
 from cadenza_common.plan.sampling import SequenceSampling
@@ -158,13 +158,12 @@ class ExecutorSpec:
     """Names of features that it lacks: see `core.placement.candidates`."""
     kv_groups: tuple[KVGroup, ...] = ()
     """Its KV groups; empty: one of all layers without a window, with one page a block."""
+    group_sizes: GroupSizes | None = field(init=False, repr=False, compare=False)
+    """What its groups take; None: a block is a page. It is made once, as each request asks."""
 
-    @property
-    def group_sizes(self) -> GroupSizes | None:
-        """What its groups take; None: a block is a page."""
-        if not self.kv_groups:
-            return None
-        return group_sizes(self.kv_groups, self.block_size, self.max_num_batched_tokens, self.max_drafts)
+    def __post_init__(self) -> None:
+        sizes = group_sizes(self.kv_groups, self.block_size, self.max_num_batched_tokens, self.max_drafts)
+        object.__setattr__(self, "group_sizes", sizes)
 
     @property
     def has_windows(self) -> bool:

@@ -60,10 +60,8 @@ def _misfit(spec: RequestSpec, executor: ExecutorSpec, count: int, *, has_output
 
 def first_footprint(executor: ExecutorSpec, num_prompt: int, count: int) -> int:
     """Pages that so many sequences of one prompt need for their first tokens of output."""
-    sizes = executor.group_sizes
-    block_pages = 1 if sizes is None else sizes.block_pages
-    first = executor.footprint((num_prompt // executor.block_size + 1) * executor.block_size)
-    return first + (count - 1) * block_pages
+    num_blocks, sizes = num_prompt // executor.block_size + 1, executor.group_sizes
+    return num_blocks + count - 1 if sizes is None else sizes.num_pages(num_blocks) + (count - 1) * sizes.block_pages
 
 
 def check_fits_one(

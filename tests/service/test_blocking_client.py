@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import itertools
+import signal
 import sys
 import threading
 import weakref
@@ -147,6 +148,17 @@ def test_ctrl_c_while_the_loop_is_notified_leaves_nothing_running(blocking, scri
     assert script.was_cancelled.wait(5)
     assert script.cancelled == ["interrupted"]
     assert blocking.generate("a")[0].outputs[0].text == "a "
+
+
+def test_a_ctrl_c_that_came_just_before_the_wait_ends_it():
+    """Nothing wakes the waiting thread for such a signal, as here, where another thread gets it."""
+
+    async def hang() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        LoopThread.shared().run(hang())
 
 
 def test_ctrl_c_at_any_line_of_a_blocking_call_is_a_keyboard_interrupt_and_no_other_error():

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 T = TypeVar("T")
 
 _CANCEL_TIMEOUT_S = 5.0
+_LOOK_S = 0.5  # for a signal that came just before the wait began: nothing wakes the thread for it
 _user: int | None = None  # the process that began to use gRPC: this one, or the parent that it was forked from
 
 
@@ -111,7 +112,8 @@ class LoopThread:
 
         try:
             self.loop.call_soon_threadsafe(start)
-            ended.acquire()
+            while not ended.acquire(timeout=_LOOK_S):
+                pass
             return outcomes[0]()
         except BaseException:
             if not outcomes:

@@ -39,7 +39,8 @@ PYTEST := -m pytest -n $(TEST_WORKERS) --dist worksteal
 WITHOUT_LONG := -m 'not long and not real'
 # What `make test` leaves to `make test-docs`: programs of pages, examples, terminals and reports as people see them, and
 # the benchmarks' own tests.
-DOCS_TESTS := tests/benchmarks tests/cadenza_loadtest/test_report.py tests/cadenza_loadtest/test_report_titles.py \
+DOCS_TESTS := tests/benchmarks tests/cadenza_loadtest/test_comparison.py tests/cadenza_loadtest/test_figures.py \
+  tests/cadenza_loadtest/test_report.py tests/cadenza_loadtest/test_report_titles.py \
   tests/docs/test_extending.py tests/scheduler_svc/test_scheduler_docs.py tests/service/examples tests/service/test_chat_terminal.py \
   tests/service/test_documents_run.py tests/service/test_first_minutes.py tests/service/test_lora_page.py \
   tests/service/test_page_in_chromium.py tests/service/test_questions.py

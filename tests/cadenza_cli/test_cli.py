@@ -217,6 +217,7 @@ def test_closed_streams(target, script, monkeypatch):
     assert run(["generate", "--target", target]) == 2
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),

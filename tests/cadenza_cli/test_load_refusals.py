@@ -104,6 +104,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_one_line_says_what_is_wrong(

@@ -166,6 +166,7 @@ def unwritable(request) -> Iterator[int]:
     os.close(descriptor)
 
 
+@pytest.mark.sampled(1)
 def test_up_serves_on_when_its_log_cannot_be_written(fakes, unwritable):
     """The executor logs more than a pipe holds: it would be stuck if its log were read no more."""
     lines = 'for _ in range(3000):\n    print("a long line of the log " * 3, file=sys.stderr)\n'

@@ -77,6 +77,7 @@ def searched(
     return search.capacities, view
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_without_a_budget_trials_are_long_and_few() -> None:
     system = MadeUpSystem(20.0)
@@ -92,6 +93,7 @@ def test_without_a_budget_trials_are_long_and_few() -> None:
     assert len([each for each in system.lengths if each[2] >= 20 * TRIAL_S * 0.98]) <= 10
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_budget_shortens_the_trials_and_keeps_the_answer() -> None:
     system = MadeUpSystem(20.0)
@@ -255,6 +257,7 @@ def test_ctrl_c_before_the_first_result_prints_nothing(interrupted, capsys: pyte
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_says_what_the_budget_did(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*ARGUMENTS, "--executors", "1,2", "--time-budget", "1s"]) in (0, 1)

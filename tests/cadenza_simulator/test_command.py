@@ -150,6 +150,7 @@ def test_the_picture_of_capacities(tmp_path: Path) -> None:
         write_capacity(found, png / "in-a-file")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),

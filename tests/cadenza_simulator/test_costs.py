@@ -42,6 +42,7 @@ def test_prices_are_those_of_the_costs(costs: StepCosts, numbers: tuple[int, ...
     assert step_cost_function(costs)(*numbers) == (costs.forward_ns(work), costs.sample_ns(work), costs.move_ns(work))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_costs_what_the_simulated_executor_says(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

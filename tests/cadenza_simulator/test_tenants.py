@@ -56,6 +56,7 @@ def ttft_p99(requests: RequestColumns) -> float:
     return float(np.percentile((requests.first_s - requests.due_s)[mine], 99))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_flood_does_not_move_the_ttft_of_another_tenant(tmp_path: Path, seed: int) -> None:

@@ -78,6 +78,7 @@ async def test_a_killed_scheduler_and_one_with_another_id(costs: Path) -> None:
             assert not any("is silent for" in line for line in executor.lines)
 
 
+@pytest.mark.long
 async def test_a_scheduler_that_was_cut_off_and_one_with_another_id(costs: Path) -> None:
     """The executor does not see that the connection's other end is gone: the lease ends 2 s after the last message."""
     async with simulated(costs) as executor, relay(executor.address) as path, scheduler(path.address) as former:
@@ -133,6 +134,7 @@ async def test_a_second_live_scheduler_stops_and_names_the_first(costs: Path) ->
         assert sum("is open" in each for each in first.lines) == 1, "its session never broke"
 
 
+@pytest.mark.long
 def test_cadenza_up_waits_while_another_scheduler_has_its_executor(costs: Path, tmp_path: Path) -> None:
     """Its own scheduler was stopped; a foreign one took the executor. Once that one is gone, it serves again."""
     up = Up(Path("simulated"), tmp_path / "log", "--simulate", str(costs), "--skip-tokenizer-init")

@@ -149,6 +149,7 @@ def losses(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if LOST in record.getMessage()]
 
 
+@pytest.mark.sampled(1)
 @ON_BOTH
 async def test_a_device_out_of_memory_costs_no_token(
     executor: dict[str, Any], undisturbed: Answers, caplog: pytest.LogCaptureFixture

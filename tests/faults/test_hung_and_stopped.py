@@ -94,6 +94,7 @@ async def test_a_stopped_scheduler_loses_its_session_and_no_token(costs: Path) -
         assert tokens == expected
 
 
+@pytest.mark.long
 async def test_another_scheduler_takes_the_executor_of_a_stopped_one() -> None:
     async with (
         service_process("executor_svc", "--simulate", "instant") as executor,

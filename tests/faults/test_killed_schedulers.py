@@ -296,6 +296,7 @@ def _num_finished(output: Output) -> int:
     return sum(sample.finish is not None for sample in output.samples.values())
 
 
+@pytest.mark.long
 async def test_a_clients_loop_does_not_notice_that_the_scheduler_was_killed(
     scheduler: KillableScheduler, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def kill(up: Up, name: str) -> None:
     pytest.fail(f"there is no {name}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "victims",
     [

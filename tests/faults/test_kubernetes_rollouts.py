@@ -62,6 +62,7 @@ async def roll_executors(cluster: LocalCluster, new: list[Pod]) -> None:
             await cluster.remove_executor(before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("overlay", "num_executors"), short_and_long([("cpu", 2), ("gpu", 1)], short=[("gpu", 1)]))
 async def test_executors_and_scheduler_are_replaced_without_a_lost_token(
     overlay: str,
@@ -89,6 +90,7 @@ async def test_executors_and_scheduler_are_replaced_without_a_lost_token(
             await pod.terminate()
 
 
+@pytest.mark.long
 async def test_a_scheduler_without_executors_is_alive_and_not_ready(tmp_path: Path) -> None:
     """And ready as soon as one is there; SIGTERM ends it at any time."""
     with kubernetes_api(tmp_path) as api:

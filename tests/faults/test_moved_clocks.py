@@ -67,6 +67,7 @@ def test_a_process_with_a_clock_of_its_own_is_no_fork(monkeypatch: pytest.Monkey
     assert not forks._is_forked(command, dict(os.environ))
 
 
+@pytest.mark.long
 async def test_jumps_of_the_clock_change_nothing(costs: Path, tmp_path: Path) -> None:
     """An hour on and two hours back, in both services: the session, streams and deadlines stay as they are."""
     clock = ShiftedClock(tmp_path)

@@ -56,6 +56,7 @@ def scheduler(executor: RollingService, *options: str) -> tuple[str, ...]:
     return ("--executor", executor.address, "--skip-tokenizer-init", *options)
 
 
+@pytest.mark.long
 async def test_an_executor_restarted_three_times_costs_no_token(executor: RollingService) -> None:
     """No request fails, none differs, and no restart makes a suspect."""
     async with rolling("scheduler_svc", *scheduler(executor)) as front:

@@ -56,6 +56,7 @@ REQUESTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_a_recorded_request_is_served(g, name):

@@ -33,6 +33,7 @@ def text_of(event: dict | str) -> str:
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])

@@ -38,6 +38,7 @@ def with_floats(value):
     return [*map(float, value)] if isinstance(value, list) else float(value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 async def test_three_point_zero_is_an_integer_in_every_field(w, g, path):

@@ -172,7 +172,7 @@ def reference(checkpoint: Path) -> Any:
     return transformers_model(checkpoint)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", short_and_long(range(NUM_CASES), range(NUM_CASES // 2)))
 def test_tokens_and_scores_are_those_of_transformers(reference: Any, seed: int) -> None:
     case = random_case(seed, reference.config.vocab_size)
@@ -212,7 +212,7 @@ def test_each_early_stopping_is_that_of_transformers(reference: Any) -> None:
     assert all(parted.values()), parted
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(6))
 def test_the_executors_candidates_lead_to_the_same_beams(checkpoint: Path, reference: Any, seed: int) -> None:
     """From its own logits of every beam, against transformers with its cache; scores differ by rounding."""

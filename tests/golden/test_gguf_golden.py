@@ -129,7 +129,7 @@ IN_OTHER_KINDS = LOW | {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", short_and_long([*CASES, *IN_OTHER_KINDS], CASES))
 def test_greedy_equals_transformers(tmp_path: Path, name: str) -> None:
     case = {**CASES, **IN_OTHER_KINDS}[name]
@@ -145,6 +145,7 @@ def test_greedy_equals_transformers(tmp_path: Path, name: str) -> None:
     assert len({token for ours in found for token in ours.tokens}) > 6, "continuations do not wander"
 
 
+@pytest.mark.long
 async def test_through_both_services() -> None:
     """A file of llama.cpp that mixes formats, without a tokenizer."""
     prompts = random_prompts(96, LENGTHS)

@@ -68,6 +68,7 @@ def test_the_load_has_something_of_everything(golden: Golden) -> None:
     assert sum(1 for one in alone if one.cumulative_logprob is not None) == 11
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("golden", "name"),
     short_and_long(
@@ -84,7 +85,7 @@ def test_same_request_same_bits(golden: Golden, name: str) -> None:
     check(golden, SETTINGS[name])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("golden", "name", "share"),
     short_and_long(
@@ -143,6 +144,7 @@ def test_same_bits_with_a_head(golden: Golden, name: str, layout: Format, tmp_pa
     assert 0 < sum(counts.accepted) < sum(counts.drafted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("golden", "seed"),
     short_and_long([(dtype, seed) for dtype in DTYPES for seed in range(2)], [("float32", 0), ("bfloat16", 1)]),

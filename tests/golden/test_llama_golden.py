@@ -66,7 +66,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_llama(tmp_path_factory.mktemp("golden"), **CHECKPOINTS[request.param])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_greedy_equals_transformers(checkpoint: Path) -> None:
     reference, model = transformers_model(checkpoint), Model(checkpoint)
     prompts = random_prompts(model.loaded.geometry.vocab_size, PROMPT_LENGTHS)

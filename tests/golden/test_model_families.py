@@ -119,6 +119,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Folders()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_equals_transformers(folders: dict[str, Path], name: str) -> None:
     case = CASES[name]
@@ -138,7 +139,7 @@ def test_bfloat16_is_close(folders: dict[str, Path], name: str) -> None:
     check_bfloat16(folders[name], random_prompts(131, (90,))[0], **CASES[name].options)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     short_and_long(
@@ -181,6 +182,7 @@ MATTERS: list[tuple[str, str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("family", "name", "value"), MATTERS, ids=[f"{f}-{n}" for f, n, _ in MATTERS])
 def test_field_shows_in_logits(tmp_path: Path, family: str, name: str, value: Any) -> None:
     """The tiny checkpoints would give other logits without what they are to test."""

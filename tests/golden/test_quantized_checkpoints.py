@@ -43,7 +43,7 @@ def make(folder: Path, family: str, layout: str) -> tuple[Path, Path]:
     return folder / "quantized", folder / "dense"
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("family", "layout"), short_and_long(CASES, SHORT))
 def test_greedy_equals_transformers_on_the_dequantized_weights(tmp_path: Path, family: str, layout: str) -> None:
     quantized, dense = make(tmp_path, family, layout)

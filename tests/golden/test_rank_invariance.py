@@ -51,6 +51,7 @@ def divided(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ranks.stop()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("divided", "name"),
     short_and_long(
@@ -123,6 +124,7 @@ def test_same_bits_with_a_head_on_rank_0(divided: Divided, name: str, own: bool,
     check_with(divided, name, head)
 
 
+@pytest.mark.long
 def test_same_bits_with_the_head_of_the_checkpoint(tmp_path: Path) -> None:
     """Its drafts are mostly right: the table and the linear to logits that rank 0 has for it are the model's."""
     folder = make_mimo(tmp_path, predicts=True)
@@ -135,6 +137,7 @@ def test_same_bits_with_the_head_of_the_checkpoint(tmp_path: Path) -> None:
     ranks.stop()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", short_and_long(["swap", "recompute, no cache, four plans", "broken sessions"], ["swap"])
 )

@@ -120,7 +120,7 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
         build_model(options(folder))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SHAPES)
 def test_greedy_equals_transformers(folders: dict[str, Path], name: str) -> None:
     """Chunks beside decodes, a prefix that another has computed, blocks that are used again."""

@@ -120,14 +120,14 @@ def is_slow(model: Model) -> bool:
     return model.loaded.geometry.hidden_size > 2000
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("block_size", short_and_long([8, 32], [8]))
 def test_random_histories(model: Model, block_size: int) -> None:
     longest = 70 if is_slow(model) else 160
     replay(model, 100 * block_size, num_sequences=5, longest=longest, block_size=block_size)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 def test_one_by_one_is_one_chunk(model: Model) -> None:
     length = 70 if is_slow(model) else 140
     tokens = [(7 * i * i + 3) % model.loaded.geometry.vocab_size for i in range(length)]
@@ -183,7 +183,7 @@ def test_histories_that_no_run_had_before(
     replay(tiny, seed, num_sequences, longest, block_size)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 def test_new_histories_of_every_shape(model: Model) -> None:
     rng = random.Random(fresh_seed())
     longest = 60 if is_slow(model) else 200

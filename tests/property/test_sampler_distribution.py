@@ -74,7 +74,7 @@ def check(tokens: np.ndarray, expected: np.ndarray) -> None:
         assert stats.chisquare(observed, wanted).pvalue > ALPHA
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("varied", ["seed", "position", "sample_index"])
 def test_distribution(filters: dict[str, Any], varied: str) -> None:
@@ -106,7 +106,7 @@ EDITS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("part", EDITS, ids=str)
 @pytest.mark.parametrize("filters", [FILTERS[0], FILTERS[6], {"top_n_sigma": 1.0}], ids=str)
 def test_distribution_after_edits(part: dict[str, Any], filters: dict[str, Any]) -> None:

@@ -111,6 +111,7 @@ async def test_a_web_proxy_in_the_environment_is_not_used(target: str, monkeypat
     assert await call(target) == "OK"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_channels", [1, 8])
 async def test_a_burst_of_new_streams_is_taken_whole(target: str, num_channels: int) -> None:

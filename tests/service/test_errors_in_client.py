@@ -23,6 +23,7 @@ async def streamed(client, prompt, request_id=None):
     return [delta async for delta in client.stream(prompt, SamplingParams(max_tokens=4), request_id)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("server", "ask", "kind", "words"),
     [

@@ -74,6 +74,7 @@ async def test_row_of_generate_in_a_session(services, row):
     check(row, await perform_in_session(services.scheduler, services.target, payload, services.healthy))
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.server], ids=name_of)
 async def test_row_on_another_server(tokenizer_folders, row):
     async with (

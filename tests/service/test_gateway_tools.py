@@ -111,7 +111,7 @@ def check(name: str, arguments: str) -> None:
     jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("style", short_and_long(STYLES, [each for each in STYLES if each not in STRICT[1:]]))
 def test_every_required_call_is_valid(urls, style):
     client = openai_client(urls[style])

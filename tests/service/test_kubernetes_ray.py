@@ -112,6 +112,7 @@ _STUBS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["ray", "term", "cadenza"])
 def test_the_head_ends_with_ray_and_with_the_server(tmp_path: Path, ends: str) -> None:

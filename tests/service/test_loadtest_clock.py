@@ -169,6 +169,7 @@ async def stalled_run(w, target, schedule, **options) -> tuple[RequestColumns, f
     return columns, moments[0] - start[0], moments[1] - start[0]
 
 
+@pytest.mark.sampled(1)
 @BOTH
 async def test_a_stalled_server_shows_in_full(kind) -> None:
     """Every request that is due in the stall waits for its end, and that wait is counted from when it was due."""

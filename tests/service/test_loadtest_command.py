@@ -58,6 +58,7 @@ def test_a_sweep_from_load_to_report(server: str, tmp_path: Path, capsys: pytest
     assert "num_requests" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_server_that_was_started_for_the_test_is_started_again(tmp_path: Path) -> None:
     """With its options, but for what is given."""
     first, again = tmp_path / "first.json", tmp_path / "again.json"

@@ -89,6 +89,7 @@ async def test_events_may_be_cut_anywhere_and_be_dressed_up() -> None:
     assert (columns.error[0], columns.num_output_tokens[0]) == ("", 2)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("script", "error", "num_tokens"),
     [

@@ -151,6 +151,7 @@ def bits(outputs: list[RequestOutput]) -> list[tuple[list[int], list[float]]]:
     return found
 
 
+@pytest.mark.long
 async def test_a_new_executor_loads_anew_and_no_token_changes(model: Path, folders: dict[str, Path]) -> None:
     names = ["one", "wide", None, "embedding"]
     prompts = [PROMPTS[1]] * len(names)

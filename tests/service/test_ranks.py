@@ -52,6 +52,7 @@ def test_tokens_of_every_request_with_adapters_and_drafts(tmp_path: Path) -> Non
     assert [output.outputs[0].token_ids for output in found] == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", short_and_long(["mtp", "eagle3"], ["eagle3"]))
 def test_tokens_with_drafts_of_a_head(tmp_path: Path, kind: str) -> None:
     """Rank 0 runs the head, with the whole table and linear to logits of a model that is divided."""
@@ -85,6 +86,7 @@ def test_options_that_are_not_possible_with_ranks(options: dict[str, str], messa
         check_ranks(config, make_device(config))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("to", short_and_long(["the executor", "every process"], ["every process"]))
 async def test_a_stop_in_order_is_no_end_of_a_rank(tmp_path: Path, to: str) -> None:
     """As by a user, or by a service manager that signals all processes of a service."""

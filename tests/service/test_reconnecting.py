@@ -92,7 +92,7 @@ async def stream(client: AsyncClient, params: SamplingParams, request_id: str | 
     return [delta async for delta in client.stream(PROMPT, params, request_id)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "min_cuts"),
     [("greedy", 6), pytest.param("samples", 6, marks=pytest.mark.long), ("logprobs", 6), ("best_of", 1), ("beams", 1)],
@@ -139,6 +139,7 @@ async def test_fifty_requests_of_a_session_survive_every_cut(served: Served) -> 
     await served.running.wait_until_free()
 
 
+@pytest.mark.long
 async def test_the_blocking_client_goes_on_as_well(served: Served) -> None:
     def run() -> tuple[Any, Any]:
         with Client(served.relay.address) as client:

@@ -152,6 +152,7 @@ def test_the_run_is_what_it_says(recorded: Path) -> None:
     assert {result.epoch for result in results} == {opened.epoch for opened in kinds(records, "session_opened")}
 
 
+@pytest.mark.sampled(1)
 def test_the_core_makes_the_same_plans(recorded: Path, capsys: pytest.CaptureFixture) -> None:
     assert scheduler_replay.main([str(recorded)]) == 0
     _, records = read(recorded)
@@ -161,6 +162,7 @@ def test_the_core_makes_the_same_plans(recorded: Path, capsys: pytest.CaptureFix
     assert out.endswith(" tokens: all plans are the same\n")
 
 
+@pytest.mark.sampled(1)
 def test_an_executor_gives_the_same_results(recorded: Path, capsys: pytest.CaptureFixture) -> None:
     assert executor_replay.main([str(recorded)]) == 0
     _, records = read(recorded)

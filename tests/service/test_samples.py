@@ -195,6 +195,7 @@ def beams(
     return found, out.sequences_scores.tolist()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stopping", [False, True, "never"])
 async def test_beams_are_those_of_transformers(reference: Reference, stopping: Any) -> None:
     """Several searches at once, beside samples: tokens, order, scores and ends, the text too."""

@@ -52,6 +52,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return Recorded(str(folder / "day.log"), str(costs), settings, file)
 
 
+@pytest.mark.long
 def test_the_simulator_sees_what_the_services_did(recorded: Recorded) -> None:
     """The same requests and tokens; no shorter times, which is all that a machine with other work lets the services be
     held to. How near they are on a quiet one: docs/simulate.md."""

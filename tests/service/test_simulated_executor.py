@@ -62,6 +62,7 @@ def requests(count: int, seed: int) -> tuple[list[list[int]], list[SamplingParam
     return prompts, params
 
 
+@pytest.mark.long
 async def test_hundreds_of_requests_end_with_their_expected_tokens() -> None:
     """With too few blocks for all, so that sequences are preempted and come back."""
     prompts, params = requests(400, seed=1)
@@ -101,6 +102,7 @@ async def test_logprobs_reach_the_client() -> None:
         assert {token: row[token].logprob for token in best} == pytest.approx(dict(zip(best, logprobs, strict=True)))
 
 
+@pytest.mark.long
 async def test_a_killed_executor_costs_no_token(tmp_path) -> None:
     """Streams go on with the executor that comes back at the same address: recomputed, nothing lost, nothing twice."""
     costs = tmp_path / "costs.json"

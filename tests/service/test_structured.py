@@ -137,7 +137,7 @@ def test_what_ends_by_itself_is_valid(expected: list[Any]) -> None:
         assert re.fullmatch("[ab]{2,8}" if detail == "eos" else "[ab]{0,8}", text), text
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("executor", "scheduler"),
     [
@@ -167,6 +167,7 @@ async def test_tokens_of_any_batch(
             assert load.num_accepted_drafts > 20
 
 
+@pytest.mark.long
 def test_ranks_keep_to_grammars(model: Path) -> None:
     """The rank that samples has the masks: in any batch the tokens are those that the ranks give it alone."""
     prompts, params = [prompt for prompt, _ in load()], [each for _, each in load()]
@@ -194,6 +195,7 @@ def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MaskThreads, "run", run)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("punctual")
 async def test_forced_tokens_are_drafts(model: Path, tmp_path: Path) -> None:
     """A text that the grammar leaves no choice about takes few steps, and has the same tokens, whatever else drafts."""

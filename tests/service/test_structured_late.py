@@ -62,6 +62,7 @@ def expected(model: Path) -> list[Any]:
     return asyncio.run(run())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"speculative": "suffix", "num_speculative_tokens": 3}])
 async def test_a_grammar_that_compiles_slowly_delays_itself_alone(
     model: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -128,6 +128,7 @@ def test_top_has_a_line_for_each_executor_under_load(services, client, command) 
     assert sum(each["output_tokens_per_s"] for each in data["executors"]) == pytest.approx(total)
 
 
+@pytest.mark.long
 def test_llm_with_two_executors() -> None:
     with LLM("simulated", simulate="instant", executors=2, use_tqdm_on_load=False) as llm:
         until(lambda: [each.state for each in llm.server_info().executors] == ["serving"] * 2)

@@ -30,6 +30,7 @@ def load(folder: Path, pairs: Pairs) -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", recorded("cases"))
 def test_ids_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
@@ -217,6 +218,7 @@ def _changed(name: str, **changes: Any) -> Pairs:
     return {key: value for key, value in pairs.items() if changes.get(key, value) is not None}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "problem"),

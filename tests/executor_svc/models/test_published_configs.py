@@ -89,6 +89,7 @@ def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tup
     return {name: shape for name, shape in shapes.items() if not is_ignored(name, spec)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
 def test_every_tensor_has_its_name_and_shape(path: Path) -> None:
     content = json.loads(path.read_text())

@@ -115,6 +115,7 @@ def test_a_tied_checkpoint_may_hold_the_head_alone(tmp_path: Path) -> None:
         Model(folder)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", short_and_long(list(LAYOUTS), ["w4a16", "gptq", "awq", "fp8"]))
 @pytest.mark.parametrize("head", ["dense", "in few bits"])
 def test_in_few_bits(tmp_path: Path, layout: str, head: str) -> None:
@@ -193,6 +194,7 @@ def test_gguf(tmp_path: Path, kind: Type) -> None:
 BIASES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "kept",
     [["q_proj", "k_proj", "v_proj"], ["k_proj"], ["o_proj"], ["q_proj", "o_proj", "up_proj"], ["down_proj"], BIASES],
@@ -313,6 +315,7 @@ def test_a_model_saved_without_its_head(tmp_path: Path, family: str) -> None:
     assert found.loaded.weights_digest == expected.loaded.weights_digest
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_neox"])
 def test_model_type_without_architectures(tmp_path: Path, family: str) -> None:
     folder = make_checkpoint(tmp_path / "made", family)

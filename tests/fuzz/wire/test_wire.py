@@ -18,7 +18,7 @@ from tests.fuzz.wire.run import fuzz
 MAX_GROWN_BYTES = 30_000_000
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(

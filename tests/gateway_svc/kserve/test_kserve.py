@@ -180,6 +180,7 @@ def test_a_constraint_is_the_text_of_an_object_as_before_triton():
         assert read_request(each).params.structured_outputs.choice == ["yes", "no"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("inputs", "message"),

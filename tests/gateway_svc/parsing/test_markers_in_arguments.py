@@ -147,6 +147,7 @@ def num_taken(tools: str, mode: str, text: str) -> int:
     return int(matcher.try_consume_tokens(list(text.encode())))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("marker", MARKERS)
 @pytest.mark.parametrize(

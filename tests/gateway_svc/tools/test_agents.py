@@ -86,6 +86,7 @@ def test_a_thought_that_nobody_can_read_is_left_out():
     assert (turn.content, turn.reasoning_content) == ("Yes", "Well.")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "management",

@@ -290,6 +290,7 @@ async def test_blocks_of_earlier_answers_are_turns(hermes):
     assert counted == {"input_tokens": len(expected)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "param", "said"),

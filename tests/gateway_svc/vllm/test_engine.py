@@ -153,6 +153,7 @@ async def test_a_router_that_leaves_ends_its_request(w, stub):
     await w.idle()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "code", "message"),

@@ -26,7 +26,7 @@ def until_round(bench: Bench, request_id: str, count: int) -> None:
         bench.step(depth=1)
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("early_stopping", [True, False, None])

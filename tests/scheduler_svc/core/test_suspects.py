@@ -43,6 +43,7 @@ def test_one_of_64_is_found_after_log2_deaths(poison: int, fails: bool) -> None:
     check_others(bench)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("position", [0, 3, 5, 8])
@@ -174,6 +175,7 @@ def test_others_go_on_while_suspects_are_tried() -> None:
     assert bench.tokens["late"] == bench.known("late")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_the_load(seed: int) -> None:

@@ -158,7 +158,7 @@ def test_a_lost_executor_has_lost_the_host_pool_too() -> None:
     assert bench.tokens["r"] == bench.known("r")
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("num_host_blocks", [1, 3, 30])

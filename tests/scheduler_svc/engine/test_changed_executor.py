@@ -49,7 +49,7 @@ SAME_NUMERICS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", SAME_NUMERICS.values(), ids=SAME_NUMERICS)
 @pytest.mark.parametrize("num_steps", [1, 7])

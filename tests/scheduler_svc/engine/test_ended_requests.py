@@ -61,6 +61,7 @@ async def bring_to(world: World, state: SequenceState, fields: dict[str, object]
     assert states == {state}, "the case is what it says"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [FinishDetail.ABORTED, FinishDetail.DEADLINE], ids=["abort", "deadline"])
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "alone"])

@@ -182,6 +182,7 @@ async def test_a_request_whose_stream_stays_away_is_aborted_and_forgotten(tmp_pa
         assert [each.admission.request_id for each in stored(tmp_path)] == ["back"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_a_grace_longer_than_the_restarts_is_kept(tmp_path: Path) -> None:
     async with process(tmp_path) as first:

@@ -175,6 +175,7 @@ def test_a_sink_beyond_everything_leaves_nothing_and_one_below_changes_nothing()
 GROUPS = [(group, dtype) for group in range(1, 14) for dtype in (F32, BF16)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("group", "dtype"), short_and_long(GROUPS, GROUPS[::4] + GROUPS[3::4]))
 def test_every_size_of_group(group: int, dtype: torch.dtype) -> None:
     """Up to more heads of a KV head than a tile has rows."""

@@ -161,6 +161,7 @@ def test_adapters_of_any_shape(
         assert equal_bits(found, found.to(dtype).float())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("inner", [65, 128])
 def test_a_row_has_the_bits_that_it_has_alone(kernels: CpuKernels, dtype: torch.dtype, inner: int) -> None:
@@ -267,6 +268,7 @@ def test_tiles_cover_the_rows_with_adapters(places: list[int]) -> None:
     assert seen == sorted((place, row) for row, place in enumerate(places) if place >= 0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("rank", [1, 7, 16, 40])
 def test_adapters_of_embeddings(kernels: CpuKernels, dtype: torch.dtype, rank: int) -> None:
@@ -301,7 +303,7 @@ def test_adapters_of_embeddings(kernels: CpuKernels, dtype: torch.dtype, rank: i
     assert equal_bits(scaled, (found.float() * torch.tensor(1.7)).to(dtype))
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("inner", [37, 64])
 def test_replaced_rows_of_a_head(kernels: CpuKernels, dtype: torch.dtype, inner: int) -> None:

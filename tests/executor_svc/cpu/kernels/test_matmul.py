@@ -72,6 +72,7 @@ def test_linear(
     check(CpuLinear(weight, bias, kernels), x, weight, bias, F32 if wide_out else dtype)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("shape", [(1, 1), (33, 7), (100, 65), (64, 576), (131, 1001)])
 def test_rows_of_every_number_have_the_same_bits(

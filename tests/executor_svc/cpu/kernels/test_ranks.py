@@ -37,7 +37,7 @@ def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeting]
     found.close()
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exchanges_in_a_recorded_program(meeting: Meeting, size: int, dtype: torch.dtype) -> None:

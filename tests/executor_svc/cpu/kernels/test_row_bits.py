@@ -55,6 +55,7 @@ OPERATIONS: dict[str, Callable[[CpuKernels, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", OPERATIONS)
 @settings(max_examples=25)
 @given(

@@ -71,7 +71,7 @@ def product(
     return out
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     short_and_long(

@@ -66,6 +66,7 @@ def check_product(
     assert (whole[rows * out_features :] == 7).all()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("weight_dtype", [torch.int8, FP8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("out_is_float", [True, False])

@@ -210,6 +210,7 @@ def test_angles_in_fp32_round_the_sum_alone(dtype: torch.dtype, rotated: int, de
     assert torch.equal(cache[step.slots // 16, 0, :, step.slots % 16], expected[:, 3:])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", list(UNIT))
 @pytest.mark.parametrize("rotated", [40, 16, 0])
 @pytest.mark.parametrize("in_place", [False, True])

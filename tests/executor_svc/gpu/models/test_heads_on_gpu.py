@@ -35,6 +35,7 @@ def rows_of(model: Model, draft: LoadedDraft[DraftHead]) -> list[Tensor]:
     return [rows for each in (*found, *drafted) for rows in each]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "shape",
     [

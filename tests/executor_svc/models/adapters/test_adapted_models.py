@@ -110,6 +110,7 @@ def check_logits(
     assert equal_bits(alone(driver, place, tokens), without)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", short_and_long([*FAMILIES, "glm4", "granitemoehybrid"], ["gemma3_text", "llama", "phi3", "glm4"])

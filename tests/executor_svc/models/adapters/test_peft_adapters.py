@@ -86,7 +86,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert float((found - expected).abs().max()) <= 1e-6 * float(expected.abs().max())
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), short_and_long(CASES, SHORT))
 def test_the_weights_are_those_that_peft_merges(
@@ -133,7 +133,7 @@ TABLES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"), [*product(["llama", "qwen3"], TABLES), ("gemma2", "embedding"), ("gemma3_text", "tokens")]

@@ -167,6 +167,7 @@ REFUSED_TENSORS: list[tuple[Edit, str]] = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("edit", "message"), [*((fields(**f), m) for f, m in REFUSED_FIELDS), *REFUSED_TENSORS])
 def test_what_is_not_exact_or_not_there_is_refused_by_name(

@@ -66,6 +66,7 @@ def reference_of(head: Path, shape: HeadShape, target: Path) -> ReferenceHead:
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)

@@ -115,6 +115,7 @@ def test_a_lane_is_looked_up_only_where_the_first_block_is_cached(monkeypatch: p
     assert set(looked_up) == {home}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("tick", [0.01, 0.3])
 def test_requests_are_admitted_together_as_one_by_one(tick: float, monkeypatch: pytest.MonkeyPatch) -> None:

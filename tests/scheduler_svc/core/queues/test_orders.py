@@ -205,6 +205,7 @@ def test_nobody_waits_longer_than_the_bound(order: type[OrderPolicy]) -> None:
     assert bench.now <= start + MAX_WAIT_S + 30 + 10, "once overdue it is never a victim"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("group", [{"n": 4}, {"beams": BeamSpec(4)}], ids=["samples", "beams"])

@@ -82,6 +82,7 @@ def test_parts_of_one_role_alone() -> None:
     assert form_of(template + "{% endif %}{% endfor %}").parts == {"user"}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("writes", "content", "as_text"),
     [
@@ -107,6 +108,7 @@ def test_the_form_of_calls(writes: str, content: str, as_text: bool) -> None:
 CUT = ['{"city": "Os', '{"city": "Oslo"', "[1, 2]", '"text"', "not JSON", '{"a": NaN}', '{"a": ' + "9" * 5000 + "}"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("arguments", CUT, ids=lambda text: text[:12])
 def test_arguments_that_are_no_object_keep_their_text(arguments: str) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}

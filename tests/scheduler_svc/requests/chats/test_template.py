@@ -53,6 +53,7 @@ def expected(template: str, messages: list[dict[str, Any]], **options: Any) -> s
     return str(tokenizer().apply_chat_template(messages, chat_template=template, tokenize=False, **options, **kwargs))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"add_generation_prompt": False}], ids=str)
 @pytest.mark.parametrize("chat", CHATS)

@@ -126,7 +126,7 @@ def extreme(kind: QuantFormat, rows: int, columns: int) -> QuantBlock:
     return block
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("kernels", "name"), cases(NAMES), indirect=["kernels"])
 def test_every_number_of_rows_has_the_bits_of_the_reference(kernels: CpuKernels, name: str) -> None:
     """Odd numbers of rows of the weight; with a scale for a row, also columns that end within a step."""
@@ -168,6 +168,7 @@ def test_one_scale_for_a_row_of_x(kernels: CpuKernels, name: str) -> None:
         assert same(linear(x[:count]), wanted[:count])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("kernels", "name"), cases(NAMES), indirect=["kernels"])
 def test_codes_and_numbers_at_their_ends(kernels: CpuKernels, name: str) -> None:
     """Where 16-bit sums would saturate if they were any longer; and scales at infinity, of 0 and of tiny rows."""

@@ -53,6 +53,7 @@ def read_code(step: Tensor, layout: PackedLayout, lane: int, column: int) -> int
     return low | (word(layout.high_offset, high_word) >> place & (2**width - 1)) << 4
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_number_is_in_its_place(code: Code, name: str) -> None:
     columns = columns_of(name)

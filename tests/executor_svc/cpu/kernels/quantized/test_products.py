@@ -103,7 +103,7 @@ def check(found: Tensor, x: Tensor, weight: Tensor, magnitudes: Tensor, bias: Te
     assert ((found.double() - expected).abs() / bound).max() <= 1.0
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("kernels", "name"), cases(), indirect=["kernels"])
 def test_products(kernels: CpuKernels, dtype: torch.dtype, name: str) -> None:
     inner = 70 if "rows" in name else 768
@@ -238,6 +238,7 @@ def test_threads_do_not_change_bits() -> None:
         assert equal_bits(one(x), three(x))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FORMATS)
 def test_embedding_rows_are_the_dequantized_numbers(kernels: CpuKernels, dtype: torch.dtype, name: str) -> None:
     if kernels.isa.name.startswith("avx512") and name not in {"Q4_K", "mxfp4"}:

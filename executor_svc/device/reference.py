@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from executor_svc.device.experts import Router
 from executor_svc.device.kernels import AttentionShape
 
 
@@ -166,3 +167,35 @@ def attention(
         weights = scores.softmax(-1)[..., :length]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, v)
     return out
+
+
+def route(
+    logits: Tensor, router: Router, dtype: torch.dtype, bias: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the ids [T, K] int64 and weights [T, K] float32 of the experts that rows choose by logits [T, E]."""
+    wide = logits.float()
+    scores = {"softmax": wide.softmax(-1), "sigmoid": wide.sigmoid(), "logits": wide}[router.scores]
+    if router.rounded_scores:
+        scores = scores.to(dtype).float()
+    choices = scores if bias is None else scores + bias
+    if router.groups > 1:
+        grouped = choices.unflatten(-1, (router.groups, -1))
+        best = grouped.topk(min(2 if router.two_best else 1, grouped.shape[-1]), -1).values.sum(-1)
+        kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : router.kept_groups]
+        dropped = torch.ones_like(best, dtype=torch.bool).scatter(-1, kept, False)
+        choices = grouped.masked_fill(dropped[..., None], -math.inf).flatten(-2)
+    ids = choices.sort(dim=-1, descending=True, stable=True).indices[:, : router.num_chosen]
+    weights = scores.gather(-1, ids)
+    if router.weighing == "softmax":
+        weights = weights.softmax(-1)
+    elif router.weighing == "shares":
+        weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon).clamp(min=router.least_sum)
+    weights = weights * router.factor
+    if scales is not None:
+        weights = weights * scales[ids]
+    return ids, weights.to(dtype).float() if router.rounded else weights
+
+
+def combine(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of rows [T, K, hidden] times weights [T, K], in float64."""
+    return (rows.double() * weights.double()[..., None]).sum(-2)

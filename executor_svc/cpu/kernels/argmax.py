@@ -30,7 +30,7 @@ def argmax(code: Code, vocab_size: int) -> str:
                 value = where(emit, emit.first(emit.integer(count)), value, emit.vec(-_INFINITY))
             return _better(emit, best, value)
 
-        first = [emit.vec(-_INFINITY), emit.vec(0.0), _lane_numbers(emit), emit.vec(0.0)]
+        first = [emit.vec(-_INFINITY), emit.vec(0.0), lane_numbers(emit), emit.vec(0.0)]
         best = emit.loop(0, whole, LANES, look, first)
         if whole < vocab_size:
             best = look(emit.integer(whole), best, vocab_size - whole)
@@ -39,7 +39,8 @@ def argmax(code: Code, vocab_size: int) -> str:
     return code.kernel(f"argmax_{vocab_size}", 3, body)
 
 
-def _lane_numbers(emit: Emitter) -> Vec:
+def lane_numbers(emit: Emitter) -> Vec:
+    """Return 0 to LANES - 1 as floats."""
     return Vec(emit, ir.Constant(ir.VectorType(ir.FloatType(), LANES), [float(lane) for lane in range(LANES)]))
 
 

@@ -58,6 +58,8 @@ class CpuKernels:
         self._team = Team(self._code, num_threads)
         self.panel_writer = PanelWriter(self._code)
         self._recording: CpuRecording | None = None
+        self._times = 1
+        """How often a row of the step is there in the rows of launches."""
         self._workspace = Workspace()
 
     @property
@@ -383,8 +385,9 @@ class CpuKernels:
             LaunchProgram(self._team, [launch]).run(**{launch.count: count})
         else:
             self._team.check(launch)
-            rows = self._recording.rows if launch.count == "rows" else launch.count
-            self._recording.launches.append(replace(launch, count=rows))
+            if launch.count == "rows":
+                launch = replace(launch, count=self._recording.rows, times=self._times)
+            self._recording.launches.append(launch)
 
     def _launch_product(self, launch: KernelLaunch, count: int, weight: int) -> None:
         """Launch a product with the weight at this address, whose last argument is `following` of `coming_panel`."""

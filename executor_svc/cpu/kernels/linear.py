@@ -12,6 +12,7 @@ from torch import Tensor
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.panel_layout import PANEL
 from executor_svc.cpu.kernels.panels import new_panels
+from executor_svc.cpu.kernels.quantized.launches import DensePart
 from executor_svc.device.kernels import Linear, WeightRows
 
 BLOCK_BYTES = 1 << 19
@@ -36,6 +37,11 @@ class CpuLinear:
         self._kernels = kernels
         if isinstance(weight, Tensor):
             kernels.panel_writer.write(self.panels, 0, weight)
+
+    @property
+    def parts(self) -> list[DensePart]:
+        """As a `CpuStoredLinear` has them."""
+        return [DensePart(self.panels, self.out_features)]
 
     def read(self, weight: WeightRows) -> None:
         """Put the rows of the weight into the panels; any thread may do so."""

@@ -16,8 +16,14 @@ class CpuRecording:
         self._team = team
         self._product: int | None = None
 
-    def announce(self, weight: int) -> None:
-        """The next launch is a product with the weight at this address: the product before it prefetches it."""
+    def announce(self, weight: int | None) -> None:
+        """The next launch is a product with the weight at this address: the product before it prefetches it.
+
+        None: which weight it is will be known when it runs, and no launch is told.
+        """
+        if weight is None:
+            self._product = None
+            return
         if self._product is not None:
             last = self.launches[self._product]
             self.launches[self._product] = replace(last, arguments=(*last.arguments[:-1], weight))

@@ -18,8 +18,8 @@ from llvmlite import ir
 from executor_svc.cpu.kernels.codegen.compiled import Code, symbol
 
 _I64, _VOID = ir.IntType(64), ir.VoidType()
-_FIELDS = 7
-_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS, _AWAITED, _TAKEN, _DONE = range(_FIELDS)
+_FIELDS = 10
+_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS_AT, _AWAITED_AT, _GROUPS, _ITEMS, _AWAITED, _TAKEN, _DONE = range(_FIELDS)
 _SPINS_BEFORE_YIELD = 2000
 _OPENMP = "libgomp.so.1"
 _MAX_ARGUMENTS = 14
@@ -39,6 +39,10 @@ class KernelLaunch:
     least: int = 0
     joins: bool = False
     """Whether its items may run while those of the launch before still do; what follows waits for both."""
+    times: int = 1
+    """Factor of the count: rows of the step that are there so many times, once for each expert that they chose."""
+    counted_at: int = 0
+    """Address of a number that a launch before it writes, in the place of ceil(count / share) where that is not 0."""
 
 
 class LaunchProgram:
@@ -51,6 +55,7 @@ class LaunchProgram:
         self._share = np.array([launch.share for launch in launches], np.int64)
         self._least = np.array([launch.least for launch in launches], np.int64)
         self._groups = np.array([launch.groups for launch in launches], np.int64)
+        self._times = np.array([launch.times for launch in launches], np.int64)
         self._arguments = np.zeros((len(launches), _MAX_ARGUMENTS), np.int64)
         self._table = np.zeros((len(launches), _FIELDS), np.int64)
         for row, launch in enumerate(launches):
@@ -63,15 +68,28 @@ class LaunchProgram:
         self._ends = np.append(self._starts, len(launches))[1:] - 1
         last = np.repeat(self._ends, np.diff(self._starts, append=len(launches)))
         self._table[:, _COUNTER] = self._table.ctypes.data + 8 * (_FIELDS * last + _DONE)
+        self._counted = np.flatnonzero([launch.counted_at for launch in launches])
+        self._set_counters(launches)
         self._state = np.array([self._table.ctypes.data, len(launches)], np.int64)
+
+    def _set_counters(self, launches: Sequence[KernelLaunch]) -> None:
+        """Set where the driver finds how many items a launch has: in its own record, or in other memory."""
+        own = self._table.ctypes.data + 8 * _FIELDS * np.arange(len(launches))
+        self._table[:, _ITEMS_AT], self._table[:, _AWAITED_AT] = own + 8 * _ITEMS, own + 8 * _AWAITED
+        self._table[:, _GROUPS] = 1
+        for row in self._counted:
+            assert row in self._starts and row in self._ends, "a launch that is counted in memory runs by itself"
+            self._table[row, [_ITEMS_AT, _AWAITED_AT]] = launches[row].counted_at
 
     def run(self, **counts: int) -> None:
         """Run all launches, in order; return when they are done."""
-        count = np.array([counts[name] for name in self._counts], np.int64)[self._which]
+        count = np.array([counts[name] for name in self._counts], np.int64)[self._which] * self._times
         self._arguments[:, 0] = count
         items = np.where(count < self._least, 0, -(-count // self._share) * self._groups)
         self._table[:, _ITEMS] = items
         self._table[self._ends, _AWAITED] = np.add.reduceat(items, self._starts) if len(items) else 0
+        if len(self._counted):
+            self._table[self._counted, _GROUPS] = np.where(items[self._counted], self._groups[self._counted], 0)
         self._table[:, _TAKEN:] = 0
         self._team.drive(self._state.ctypes.data)
 
@@ -137,9 +155,11 @@ def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
 
     builder.position_at_end(begin)
     record = builder.add(table, builder.mul(index, _I64(8 * _FIELDS)))
-    kernel, arguments, counter, items, awaited = (
-        builder.load(field(record, which)) for which in (_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS, _AWAITED)
+    kernel, arguments, counter, items_at, awaited_at, groups = (
+        builder.load(field(record, which))
+        for which in (_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS_AT, _AWAITED_AT, _GROUPS)
     )
+    items, awaited = (builder.mul(builder.load(field(at, 0)), groups) for at in (items_at, awaited_at))
     done_items = builder.inttoptr(counter, _I64.as_pointer())
     run = builder.inttoptr(kernel, ir.FunctionType(_VOID, [_I64] * 3).as_pointer())
     builder.branch(take)

@@ -1,0 +1,139 @@
+"""Routed rows by expert, in blocks: their order, and a product for each block with its expert's weight.
+
+A block is some rows of one expert. How many there are is known only after the choice, so launches over blocks take
+their number of items from memory (`codegen.team.KernelLaunch.counted_at`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from executor_svc.cpu.kernels.codegen.compiled import Code
+from executor_svc.cpu.kernels.codegen.emit import Emitter, Int, Vec
+from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
+
+_I64 = ir.IntType(64)
+_WORD = 8
+BLOCK_WORDS = 4
+"""Of a block: its expert, its first routed row, its rows, and the expert of the block behind it."""
+ARGUMENT_WORDS = 4
+"""Of a product's argument: its value for the first routed row, the bytes from row to row, and the addresses of tables
+by expert that stand for it: of this block's expert, and of the next block's; 0: none."""
+
+
+def most_blocks(num_routed: int, num_experts: int) -> int:
+    """Return the most blocks that so many routed rows can have."""
+    return min(num_routed, num_experts + num_routed // ROWS_AT_ONCE)
+
+
+def group(code: Code, num_experts: int, num_chosen: int) -> str:
+    """Add the kernel that puts routed rows into the order of their experts, within an expert that of tokens.
+
+    One item. Arguments: tokens T, ids [T, K] int64; all written: places [T, K] int64, the routed row of each choice;
+    sources [T * K] int64, the token of each routed row; blocks [most_blocks, BLOCK_WORDS] int64; the number of blocks;
+    firsts [E] int64, scratch. Returns its name.
+    """
+
+    def body(
+        emit: Emitter, _: Int, __: Int, tokens: Int, ids: Int, places: Int, sources: Int, blocks: Int, number: Int,
+        firsts: Int,
+    ) -> None:  # fmt: skip
+        def store(value: Int, address: Int) -> None:
+            emit.builder.store(value.value, emit.pointer(address, _I64))
+
+        def add(address: Int, value: Int | int) -> Int:
+            """Add to an integer in memory; return what it was."""
+            before = emit.load_int(address)
+            store(before + value, address)
+            return before
+
+        def clear(expert: Int, _: list[Vec]) -> None:
+            store(emit.integer(0), firsts + expert * _WORD)
+
+        def count(choice: Int, _: list[Vec]) -> None:
+            add(firsts + emit.load_int(ids + choice * _WORD) * _WORD, 1)
+
+        def divide(expert: Int, _: list[Vec]) -> None:
+            rows, first = emit.load_int(firsts + expert * _WORD), emit.load_int(sources)
+            store(first, firsts + expert * _WORD)
+            store(first + rows, sources)
+
+            def block(at: Int, _: list[Vec]) -> None:
+                index = add(number, 1)
+                record = blocks + index * (BLOCK_WORDS * _WORD)
+                words = expert, first + at, (rows - at).least(ROWS_AT_ONCE), expert
+                for word, value in enumerate(words):
+                    store(value, record + word * _WORD)
+                before = record - _WORD  # the last word of the block before
+                emit.when(emit.integer(0).less(index), lambda: store(expert, before))
+
+            emit.loop(0, rows, ROWS_AT_ONCE, block)
+
+        def place(choice: Int, _: list[Vec]) -> None:
+            routed = add(firsts + emit.load_int(ids + choice * _WORD) * _WORD, 1)
+            store(routed, places + choice * _WORD)
+            store(choice // num_chosen, sources + routed * _WORD)
+
+        emit.loop(0, num_experts, 1, clear)
+        emit.loop(0, tokens * num_chosen, 1, count)
+        store(emit.integer(0), number)
+        store(emit.integer(0), sources)  # until the rows are placed, their number so far
+        emit.loop(0, num_experts, 1, divide)
+        emit.loop(0, tokens * num_chosen, 1, place)
+
+    return code.kernel(f"group_{num_experts}_{num_chosen}", 7, body)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockArgument:
+    """An argument of a product that is made for each block."""
+
+    value: int
+    row_bytes: int = 0
+    by_expert: int = 0
+    """Address of a table [E] int64 that stands for the value."""
+    by_next_expert: int = 0
+    """Likewise, for the expert of the next block."""
+
+    @property
+    def words(self) -> tuple[int, int, int, int]:
+        return self.value, self.row_bytes, self.by_expert, self.by_next_expert
+
+
+def each_block(code: Code, num_arguments: int) -> str:
+    """Add the kernel that runs another one, a product, for the rows of a block; returns its name.
+
+    num_arguments: of the product, whose first is the number of rows. Items: for each block the product's items, as many
+    as a weight has panels. Arguments: a count that is not read, the product's address, its other arguments
+    [num_arguments - 1, ARGUMENT_WORDS] int64, panels, blocks.
+    """
+
+    def body(
+        emit: Emitter, item: Int, thread: Int, _: Int, product: Int, arguments: Int, panels: Int, blocks: Int
+    ) -> None:
+        builder = emit.builder
+        record = blocks + item // panels * (BLOCK_WORDS * _WORD)
+        expert, first, rows, following = (emit.load_int(record + word * _WORD) for word in range(BLOCK_WORDS))
+        made = builder.alloca(_I64, size=num_arguments)
+
+        def put(index: int, value: Int) -> None:
+            builder.store(value.value, builder.gep(made, [ir.Constant(_I64, index)]))
+
+        put(0, rows)
+        for index in range(1, num_arguments):
+            place = arguments + (index - 1) * (ARGUMENT_WORDS * _WORD)
+            value, row_bytes, own, other = (emit.load_int(place + word * _WORD) for word in range(ARGUMENT_WORDS))
+            # A table's address, or that of the value itself: no branch.
+            at = (own + expert * _WORD).where(builder.not_(own.equals(0)), place)
+            at = (other + following * _WORD).where(builder.not_(other.equals(0)), at)
+            del value
+            put(index, emit.load_int(at) + first * row_bytes)
+        kind = ir.FunctionType(ir.VoidType(), [_I64] * 3).as_pointer()
+        inner = item % panels
+        builder.call(
+            builder.inttoptr(product.value, kind), [builder.ptrtoint(made, _I64), inner.value, thread.value]
+        )
+
+    return code.kernel(f"each_block_{num_arguments}", 5, body)

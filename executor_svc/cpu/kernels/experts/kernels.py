@@ -1,0 +1,204 @@
+"""The CPU's operations of layers of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor_svc.cpu.kernels.codegen.team import KernelLaunch
+from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
+from executor_svc.cpu.kernels.experts.blocks import (
+    ARGUMENT_WORDS,
+    BLOCK_WORDS,
+    BlockArgument,
+    each_block,
+    group,
+    most_blocks,
+)
+from executor_svc.cpu.kernels.experts.choose import choose, scratch_bytes
+from executor_svc.cpu.kernels.experts.combine import combine
+from executor_svc.cpu.kernels.experts.weights import ExpertWeights, Stored
+from executor_svc.cpu.kernels.matmul_tiles import has_pairs
+from executor_svc.cpu.kernels.quantized.launches import RowForms
+from executor_svc.cpu.kernels.tensors import addresses as _addresses
+from executor_svc.cpu.kernels.tensors import dtype_of as _dtype
+from executor_svc.device.experts import Router, Routes
+from executor_svc.device.kernels import Linear
+from executor_svc.plan.arrays import IntArray
+
+_ALL = 1 << 40
+"""Of a share: the launch has one item."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRoutes:
+    """Implements `device.experts.Routes`; also where the routed rows are, in blocks of one expert each."""
+
+    ids: Tensor
+    weights: Tensor
+    places: Tensor
+    """[T, K] int64: the routed row of each choice."""
+    sources: Tensor
+    """[T * K] int64: the token of each routed row."""
+    blocks: Tensor
+    num_blocks: Tensor
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of the linears of experts, whose products are launched for each block."""
+
+    routes: CpuRoutes
+    weights: ExpertWeights
+    rows: list[Tensor]
+    """What has a row for each routed row."""
+    arguments: list[IntArray] = field(default_factory=list)
+    """Of the products; the launches have their addresses."""
+
+
+class CpuExpertLinear:
+    """Implements `device.experts.ExpertLinear`."""
+
+    def __init__(self, linears: Sequence[Stored], kernels: CpuExpertKernels) -> None:
+        self._weights = ExpertWeights(linears)
+        self._kernels = kernels
+        self._arguments: list[IntArray] = []
+        """Kept for recorded programs."""
+
+    def __call__(self, x: Tensor, routes: Routes) -> Tensor:
+        assert isinstance(routes, CpuRoutes)
+        y, arguments = self._kernels.each_expert(x, routes, self._weights)
+        self._arguments += arguments
+        return y
+
+
+class CpuExpertKernels(CpuKernels):
+    """Implements `device.experts.ExpertKernels`."""
+
+    _call: _Call | None = None
+
+    def as_float32(self, x: Tensor) -> Tensor:
+        wide = self._widened(x)
+        assert wide.shape == x.shape, "an odd number of columns"
+        return wide
+
+    def route(
+        self,
+        logits: Tensor,
+        router: Router,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
+    ) -> CpuRoutes:
+        routes = self._new_routes(len(logits), router)
+        kernel = choose(self.code, router, _dtype(logits), "bfloat16" if dtype == torch.bfloat16 else "float32")
+        num_bytes = scratch_bytes(router)
+        given = (0 if each is None else each.data_ptr() for each in (bias, scales))
+        arguments = (logits.data_ptr(), *given, *_addresses(routes.ids, routes.weights))
+        arguments += (self._scratch(num_bytes).data_ptr(), num_bytes)
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, arguments), len(logits))
+        written = _addresses(routes.places, routes.sources, routes.blocks, routes.num_blocks)
+        firsts = self._new("firsts of experts", (router.num_experts,), torch.int64)
+        kernel = group(self.code, router.num_experts, router.num_chosen)
+        arguments = (routes.ids.data_ptr(), *written, firsts.data_ptr())
+        self._launch(KernelLaunch(kernel, "rows", _ALL, 1, arguments), len(logits))
+        return routes
+
+    def _new_routes(self, num_rows: int, router: Router) -> CpuRoutes:
+        routed = num_rows * router.num_chosen
+
+        def whole(name: str, *shape: int) -> Tensor:
+            return self._new(name, shape, torch.int64)
+
+        return CpuRoutes(
+            ids=whole("chosen", num_rows, router.num_chosen),
+            weights=self._new("weights of chosen", (num_rows, router.num_chosen), torch.float32),
+            places=whole("places of chosen", num_rows, router.num_chosen),
+            sources=whole("sources of routed", routed),
+            blocks=whole("blocks", most_blocks(routed, router.num_experts), BLOCK_WORDS),
+            num_blocks=whole("number of blocks", 1),
+        )
+
+    def take_routed(self, x: Tensor, routes: Routes) -> Tensor:
+        assert isinstance(routes, CpuRoutes)
+        with self.routed(routes):
+            return self.take_rows(x, routes.sources, "routed")
+
+    @contextmanager
+    def routed(self, routes: Routes) -> Iterator[None]:
+        before, self._times = self._times, routes.ids.shape[1]
+        try:
+            yield
+        finally:
+            self._times = before
+
+    def expert_linear(self, linears: Sequence[Linear]) -> CpuExpertLinear:
+        return CpuExpertLinear([_stored(each) for each in linears], self)
+
+    def combine(self, rows: Tensor, routes: Routes, router: Router) -> Tensor:
+        assert isinstance(routes, CpuRoutes)
+        num_rows, width = len(routes.ids), rows.shape[1]
+        y = self._new("combined", (num_rows, width), rows.dtype)
+        kernel = combine(self.code, _dtype(rows), width, router.num_chosen, router.rounded)
+        arguments = _addresses(rows, routes.places, routes.weights, y)
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, arguments), num_rows)
+        return y
+
+    # ------------------------------------------------------------------ products for each block
+
+    def each_expert(self, x: Tensor, routes: CpuRoutes, weights: ExpertWeights) -> tuple[Tensor, list[IntArray]]:
+        """Return the rows of experts' linears for routed rows x, and memory that a recording keeps addresses of."""
+        call = self._call = _Call(routes, weights, [x])
+        try:
+            with self.routed(routes):
+                first = weights.first
+                return self.stored_linear(x, weights.parts, first.bias, first.out_features, x.dtype), call.arguments
+        finally:
+            self._call = None
+
+    def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = super()._new(name, shape, dtype)
+        if self._call is not None:
+            self._call.rows.append(made)
+        return made
+
+    def _row_forms(self, x: Tensor) -> RowForms:
+        if self._call is None:
+            return super()._row_forms(x)
+        # Without tiles: a block may begin at any row.
+        return RowForms(x, x if has_pairs(self.isa, _dtype(x)) else self._widened(x), None)
+
+    def _launch_product(self, launch: KernelLaunch, count: int, weight: int) -> None:
+        call = self._call
+        if call is None:
+            super()._launch_product(launch, count, weight)
+            return
+        arguments = np.array([self._argument(call, each).words for each in launch.arguments], np.int64)
+        arguments[-1] = BlockArgument(weight, by_next_expert=call.weights.table(weight)).words
+        assert arguments.shape == (len(launch.arguments), ARGUMENT_WORDS)
+        call.arguments.append(arguments)
+        kernel = each_block(self.code, 1 + len(launch.arguments))
+        product = self.code.address(launch.kernel)
+        places = (product, arguments.ctypes.data, launch.groups, call.routes.blocks.data_ptr())
+        counted = call.routes.num_blocks.data_ptr()
+        if self._recording is not None:
+            self._recording.announce(None)
+        self._launch(KernelLaunch(kernel, "rows", _ALL, launch.groups, places, counted_at=counted), count)
+
+    def _argument(self, call: _Call, value: int) -> BlockArgument:
+        """Return what becomes of a product's argument: of an address in rows, or in the first expert's weight."""
+        for rows in call.rows:
+            row_bytes = rows.nbytes // len(rows)
+            if rows.data_ptr() <= value < rows.data_ptr() + row_bytes:
+                return BlockArgument(value, row_bytes=row_bytes)
+        return BlockArgument(value, by_expert=call.weights.table(value))
+
+
+def _stored(linear: Linear) -> Stored:
+    assert isinstance(linear, Stored), f"no linear of an expert: {linear}"
+    return linear

@@ -1,0 +1,85 @@
+"""The weights of experts by address: the first expert's linear stands for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor_svc.cpu.kernels.quantized.launches import DensePart, PackedWeightPart, Part
+from executor_svc.plan.arrays import IntArray
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A linear whose weight is in parts."""
+
+    in_features: int
+    out_features: int
+    bias: Tensor | None
+
+    @property
+    def parts(self) -> Sequence[Part]: ...
+
+
+class ExpertWeights:
+    """The linears of experts, of one shape and the same formats."""
+
+    def __init__(self, linears: Sequence[Stored]) -> None:
+        """Raises ValueError for linears that are not alike."""
+        self._linears = list(linears)
+        self._tables: dict[int, IntArray] = {}
+        first = linears[0]
+        for each in linears:
+            if _kind(each) != _kind(first):
+                raise ValueError("the experts of a layer differ in shape or format")
+        if any(isinstance(part, PackedWeightPart) and part.order is not None for part in first.parts):
+            raise ValueError("columns of experts in another order (GPTQ's act-order) are not supported")
+
+    @property
+    def first(self) -> Stored:
+        """The first expert's linear."""
+        return self._linears[0]
+
+    @property
+    def parts(self) -> list[Part]:
+        """The first expert's parts, read without tiles: these would change no bit, but a block begins at any row."""
+        return [_without_tiles(part) for part in self.first.parts]
+
+    def table(self, value: int) -> int:
+        """Return the address of a table [E] int64 of what an argument is for each expert; 0: the same for all.
+
+        value: an argument of the first expert's launches.
+        """
+        if value not in self._tables:
+            for places in zip(*(_places(each) for each in self._linears), strict=True):
+                start, size = places[0]
+                if size and start <= value < start + size:
+                    self._tables[value] = np.array([place + value - start for place, _ in places], np.int64)
+        found = self._tables.get(value)
+        return 0 if found is None else int(found.ctypes.data)
+
+
+def _kind(linear: Stored) -> tuple[object, ...]:
+    parts = [
+        (part.layout, part.rows, part.int8) if isinstance(part, PackedWeightPart) else (part.panels.shape, part.rows)
+        for part in linear.parts
+    ]
+    return linear.in_features, linear.out_features, linear.bias is None, tuple(parts)
+
+
+def _places(linear: Stored) -> list[tuple[int, int]]:
+    """Return the address and bytes of each part and of the bias."""
+    tensors = [part.packed if isinstance(part, PackedWeightPart) else part.panels for part in linear.parts]
+    bias = torch.empty(0) if linear.bias is None else linear.bias
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in (*tensors, bias)]
+
+
+def _without_tiles(part: Part) -> Part:
+    if isinstance(part, DensePart) or part.int8 is None:
+        return part
+    return replace(part, int8=replace(part.int8, tiled=False))

@@ -1,0 +1,111 @@
+"""Mixtures of experts: how rows choose, and the operations of a device that compute what they chose.
+
+Sizes: T tokens of the step, E experts, K experts that each token chooses, T * K routed rows: the rows of tokens once for
+each expert that they chose, those of one expert side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from executor_svc.device.kernels import Kernels, Linear
+
+Scores = Literal["softmax", "sigmoid", "logits"]
+Weighing = Literal["scores", "shares", "softmax"]
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How a row chooses its experts from one logit of each, in the order of the fields.
+
+    Those with the highest scores are chosen, in descending order, and among equal ones that of the lower index.
+    """
+
+    num_experts: int
+    num_chosen: int
+    scores: Scores = "softmax"
+    """Of a row's logits, in fp32; of the sigmoid each alone."""
+    rounded_scores: bool = False
+    """Whether scores are rounded to the model's dtype."""
+    groups: int = 1
+    """Experts are chosen within the best of so many groups of neighbours."""
+    kept_groups: int = 1
+    two_best: bool = True
+    """A group is as good as the sum of its two best, or as its best."""
+    weighing: Weighing = "shares"
+    """The weights of the chosen: their scores; these divided by their sum; the softmax of their logits."""
+    epsilon: float = 0.0
+    """Added to the sum."""
+    least_sum: float = 0.0
+    """What the sum is at least."""
+    factor: float = 1.0
+    rounded: bool = True
+    """Whether weights are rounded to the model's dtype, and so are the products of expert and weight."""
+
+
+class Routes(Protocol):
+    """What the rows of a step chose; specific to the device."""
+
+    ids: Tensor
+    """[T, K] int64, in descending order of scores."""
+    weights: Tensor
+    """[T, K] float32."""
+
+
+class ExpertLinear(Protocol):
+    """The linears of all experts in one place of a layer."""
+
+    def __call__(self, x: Tensor, routes: Routes) -> Tensor:
+        """Return for routed rows x [T * K, in_features] the rows of their experts' linears [T * K, out_features].
+
+        Bits are those of the expert's linear alone, whatever other rows it has.
+        """
+        ...
+
+
+@runtime_checkable
+class ExpertKernels(Kernels, Protocol):
+    """The operations of layers of experts. `device.reference` defines each."""
+
+    def as_float32(self, x: Tensor) -> Tensor:
+        """Return x [T, hidden] as float32."""
+        ...
+
+    def route(
+        self,
+        logits: Tensor,
+        router: Router,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
+    ) -> Routes:
+        """Choose experts by logits [T, E] in the model's dtype, which is `dtype`, or in float32.
+
+        bias: [E] float32, added to scores for the choice alone; scales: [E] float32, factors of the chosen's weights.
+        """
+        ...
+
+    def take_routed(self, x: Tensor, routes: Routes) -> Tensor:
+        """Return the routed rows [T * K, hidden] of x [T, hidden]."""
+        ...
+
+    def routed(self, routes: Routes) -> AbstractContextManager[None]:
+        """Inside, operations are on routed rows, such as activations."""
+        ...
+
+    def expert_linear(self, linears: Sequence[Linear]) -> ExpertLinear:
+        """Return the linears of experts 0 to E - 1, of one shape and one format each place, as one."""
+        ...
+
+    def combine(self, rows: Tensor, routes: Routes, router: Router) -> Tensor:
+        """Return the sum [T, hidden] of each token's routed rows times their weights.
+
+        It is a sum in fp32 in the order of choice, rounded once.
+        """
+        ...

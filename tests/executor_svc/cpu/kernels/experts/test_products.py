@@ -1,0 +1,92 @@
+"""The linears of experts have the bits of each alone, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from executor_svc.cpu.kernels.experts.kernels import CpuExpertKernels
+from executor_svc.cpu.kernels.linear import CpuLinear
+from executor_svc.device import reference
+from executor_svc.device.experts import Router
+
+ROUTER = Router(6, 2)
+HIDDEN, WIDE = 48, 72
+
+
+def linears(kernels: CpuExpertKernels, dtype: torch.dtype, biased: bool = False) -> list[CpuLinear]:
+    generator = torch.Generator().manual_seed(5)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return [CpuLinear(tensor(WIDE, HIDDEN), tensor(WIDE) if biased else None, kernels) for _ in range(6)]
+
+
+def rows(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_each_row_is_that_of_its_expert_alone(dtype, biased, threads):
+    kernels = CpuExpertKernels(threads)
+    experts = linears(kernels, dtype, biased)
+    product = kernels.expert_linear(experts)
+    x, logits = rows(200, dtype), torch.randn(200, 6, generator=torch.Generator().manual_seed(1))
+    routes = kernels.route(logits, ROUTER, dtype)
+    routed = kernels.take_routed(x, routes)
+    whole = product(routed, routes)
+    for token in (0, 1, 77, 199):
+        alone = kernels.route(logits[token : token + 1], ROUTER, dtype)
+        found = product(kernels.take_routed(x[token : token + 1], alone), alone)
+        for choice in range(2):
+            own = found[alone.places[0, choice]]
+            assert torch.equal(whole[routes.places[token, choice]], own)
+            linear = experts[int(routes.ids[token, choice])]
+            panels = linear(x[token : token + 1])[0]  # the dense linear: of another kernel where there are tiles
+            torch.testing.assert_close(own.float(), panels.float(), rtol=2**-7, atol=1e-4)
+
+
+def test_an_expert_that_nobody_chose_is_not_read():
+    kernels = CpuExpertKernels(2)
+    experts = linears(kernels, torch.float32)
+    experts[3].panels.fill_(math.nan)
+    product = kernels.expert_linear(experts)
+    logits = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+    logits[:, 3] = -100.0
+    routes = kernels.route(logits, ROUTER, torch.float32)
+    assert product(kernels.take_routed(rows(64, torch.float32), routes), routes).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rounded", [False, True])
+def test_the_sum_is_that_of_the_reference(dtype, rounded):
+    kernels = CpuExpertKernels(2)
+    router = Router(6, 4, rounded=rounded)
+    routes = kernels.route(torch.randn(50, 6, generator=torch.Generator().manual_seed(1)), router, dtype)
+    x = torch.randn(200, HIDDEN + 3, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = reference.combine(x[routes.places], routes.weights)
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(kernels.combine(x, routes, router).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_recorded_layer_runs_again_with_other_rows():
+    kernels = CpuExpertKernels(2)
+    product = kernels.expert_linear(linears(kernels, torch.bfloat16))
+    x, logits = torch.zeros(40, HIDDEN, dtype=torch.bfloat16), torch.zeros(40, 6)
+    with kernels.recording() as recording:
+        routes = kernels.route(logits, ROUTER, torch.bfloat16)
+        summed = kernels.combine(product(kernels.take_routed(x, routes), routes), routes, ROUTER)
+        program = recording.program()
+    for count in (40, 1, 13, 0, 13):
+        x[:count] = rows(40, torch.bfloat16)[:count]
+        logits[:count] = torch.randn(count, 6, generator=torch.Generator().manual_seed(count))
+        program.run(rows=count)
+        alone = kernels.route(logits[:count], ROUTER, torch.bfloat16) if count else None
+        if alone is not None:
+            expected = kernels.combine(product(kernels.take_routed(x[:count], alone), alone), alone, ROUTER)
+            assert torch.equal(summed[:count], expected)

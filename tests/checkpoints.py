@@ -123,6 +123,43 @@ NEWER: dict[str, dict[str, Any]] = {
 }
 """The same for families that have parts which those before lack."""
 
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_GROUPED = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 1}
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "moe_layer_end_index": 2,
+        "tie_word_embeddings": True,
+    },
+    "glm4_moe": {
+        **_EXPERTS,
+        **_GROUPED,
+        "head_dim": 12,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+    },
+    "hunyuan_v1_moe": {"head_dim": 12, "num_experts": 5, "moe_topk": 2},
+    "minimax_m2": {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8},
+    "mixtral": {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {**_EXPERTS, "head_dim": 12, "num_experts": 8, "norm_topk_prob": True},
+}
+"""The same for families whose layers have experts."""
+
 _PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.4}
 
 HOSTED: dict[str, dict[str, Any]] = {
@@ -172,7 +209,7 @@ def make_checkpoint(
 
     Args:
         folder: made if need be.
-        family: one of `FAMILIES`, `NEWER` or `HOSTED`.
+        family: one of `FAMILIES`, `NEWER`, `MIXTURES` or `HOSTED`.
         seed: of the weights. They are wide enough that greedy continuations wander, norms and biases included.
         dtype: of the weights as saved.
         shards: save several safetensors files and their index.
@@ -189,7 +226,7 @@ def _make(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**_SHAPE, **{**FAMILIES, **NEWER, **HOSTED}[family], **shape})
+    config = AutoConfig.for_model(family, **{**_SHAPE, **{**FAMILIES, **NEWER, **MIXTURES, **HOSTED}[family], **shape})
     # Gemma adds 1 to its weights; they are large, or the scaled and tied embedding would repeat each token forever.
     norms = (0.5, 2.5) if family.startswith("gemma") else (0.5, 1.5)
     with torch.random.fork_rng(devices=[]):
@@ -208,6 +245,8 @@ def _make(
         for name, buffer in model.named_buffers():
             if name.endswith("act_fn.beta"):
                 buffer.fill_(0.4)
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     model = model.to(dtype)
     model.config.dtype = dtype
     size = sum(parameter.nbytes for parameter in model.parameters())

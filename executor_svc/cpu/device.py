@@ -32,6 +32,8 @@ from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions
 
 _log = logging.getLogger(__name__)
+_Kind = tuple[int | bool | QuantFormat | torch.dtype | None, ...]
+"""Of a linear: those of one kind run the same instructions."""
 
 
 def _isa(option: CpuIsa) -> Isa:
@@ -101,8 +103,8 @@ class CpuDevice:
         self.num_threads = config.num_threads or cores()
         torch.set_num_threads(self.num_threads)
         self._kernels = CpuExpertKernels(self.num_threads, _isa(config.cpu_isa))
-        self._linears: dict[tuple[int | bool | QuantFormat | None, ...], tuple[str, Linear]] = {}
-        self._probed: dict[tuple[int | bool | QuantFormat | None, ...], int] = {}
+        self._linears: dict[_Kind, tuple[str, Linear, torch.dtype]] = {}
+        self._probed: dict[_Kind, int] = {}
         """The rows that a shape was probed with."""
         self._readers: WeightReaders | None = None
         self.few_bits = FewBits()
@@ -181,7 +183,7 @@ class CpuDevice:
     def _prepare_stored(self, name: str, weight: StoredLinear, bias: Tensor | None) -> CpuStoredLinear:
         linear = self._read_stored(name, weight, bias)
         formats = [part.layout.kind if isinstance(part, PackedWeightPart) else None for part in linear.parts]
-        self._linears.setdefault((*weight.shape, bias is not None, *formats), (name, linear))
+        self._linears.setdefault((*weight.shape, bias is not None, *formats), (name, linear, weight.dtype))
         return linear
 
     def _read_stored(self, name: str, weight: StoredLinear, bias: Tensor | None) -> CpuStoredLinear:
@@ -200,7 +202,8 @@ class CpuDevice:
         linear = CpuLinear(weight, bias, self._kernels)
         if not isinstance(weight, Tensor):
             self._read_later(lambda: linear.read(weight))
-        self._linears.setdefault((*weight.shape, bias is not None), (name, linear))
+        dtype = linear.panels.dtype
+        self._linears.setdefault((*weight.shape, bias is not None, dtype), (name, linear, dtype))
         return linear
 
     def _read_later(self, read: Callable[[], None]) -> None:
@@ -260,13 +263,13 @@ class CpuDevice:
         return _Budget(max(0, int(for_kv // size)), useful)
 
     def probe_numerics(self, max_rows: int) -> None:
-        for key, (name, linear) in self._linears.items():
+        for key, (name, linear, dtype) in self._linears.items():
             if self._probed.get(key, 0) >= max_rows:
                 continue
-            found = probe_linear(linear, self.dtype, max_rows, self._rows_with_drafts)
+            found = probe_linear(linear, dtype, max_rows, self._rows_with_drafts)
             if found is not None:
                 raise NumericsError(
-                    f"linear {name} (in {linear.in_features}, out {linear.out_features}, {self.dtype}): {found}; "
+                    f"linear {name} (in {linear.in_features}, out {linear.out_features}, {dtype}): {found}; "
                     "this CPU cannot guarantee exact numerics, use --numerics fast"
                 )
             self._probed[key] = max_rows

@@ -103,9 +103,12 @@ class ExpertKernels(Kernels, Protocol):
         """Return the linears of experts 0 to E - 1, of one shape and one format each place, as one."""
         ...
 
-    def combine(self, rows: Tensor, routes: Routes, router: Router) -> Tensor:
+    def combine(
+        self, rows: Tensor, routes: Routes, router: Router, beside: Tensor | None = None, gate: Tensor | None = None
+    ) -> Tensor:
         """Return the sum [T, hidden] of each token's routed rows times their weights.
 
-        It is a sum in fp32 in the order of choice, rounded once.
+        It is a sum in fp32 in the order of choice, rounded once. beside: [T, hidden], added to that, and rounded; gate:
+        [T, 1], whose sigmoid multiplies it first, both rounded.
         """
         ...

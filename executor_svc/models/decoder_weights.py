@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 from executor_svc.device.kernels import AttentionShape, Embedding, HeadNorms, KVScales, Linear
 from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder, WeightSource
+from executor_svc.models.experts_weights import ExpertsWeights
 from executor_svc.models.layers.attention import Attention, HeadRows
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
 from executor_svc.models.layers.norm import LayerNorm, Norm, RmsNorm
@@ -71,7 +72,7 @@ class DecoderWeights:
             attention=self._attention(prefix, index, shape, scales, columns or self._spec.hidden_size),
             after_attention=self._norm_if(prefix, names.after_attention),
             before_mlp=self._norm_if(prefix, names.before_mlp),
-            mlp=self._mlp(prefix),
+            mlp=self._mlp(prefix, index),
             after_mlp=self._norm_if(prefix, names.after_mlp),
         )
 
@@ -140,8 +141,11 @@ class DecoderWeights:
         q, k = (rows(self._norm_weight(prefix + name, size)) for name, size in zip(names, sizes, strict=True))
         return HeadNorms(q, k, spec.norm_eps, spec.head_norms)
 
-    def _mlp(self, prefix: str) -> Mlp:
+    def _mlp(self, prefix: str, index: int) -> Mlp:
         spec, dtype, builder = self._spec, self._builder.dtype, self._builder
+        experts = spec.layers[index].experts
+        if experts is not None:
+            return ExpertsWeights(spec, self._weights, builder).layer(prefix, experts)
         rows, down_name = mlp_rows(spec), prefix + spec.names.down
         into = linear_weight(self._linears(prefix, rows, spec.hidden_size), dtype)
         down = linear_weight([self._weights.open_linear(down_name, (spec.hidden_size, spec.intermediate_size))], dtype)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from executor_svc.device.experts import Router
 from executor_svc.device.kernels import HeadNormKind
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig
@@ -46,6 +47,37 @@ class LayerNames:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The modules of a layer of experts by their names in checkpoints; `{}` is an expert's number."""
+
+    router: str = "mlp.gate"
+    choice_bias: str | None = None
+    """A tensor [E], added to scores for the choice alone."""
+    into: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    """Gate and up, or one linear of both."""
+    down: str = "mlp.experts.{}.down_proj"
+    shared_into: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    """Of what all tokens share, likewise."""
+    shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate: str | None = None
+    """A linear of one row, whose sigmoid multiplies what is shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A layer's experts in the place of its MLP; each is gated."""
+
+    router: Router
+    intermediate_size: int
+    """Of an expert."""
+    names: ExpertNames = ExpertNames()
+    router_in_float32: bool = False
+    """Whether rows and weight of the router are float32, in a narrower model too."""
+    shared_size: int = 0
+    """The intermediate size of what all tokens share; 0: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The parameters that may differ between layers."""
 
@@ -56,6 +88,8 @@ class LayerSpec:
     sinks: bool = field(default=False, repr=False)
     """Whether each head has one more score, of no value (gpt-oss). Not in the digest, for the weights' has its tensor:
     those of models without stay as they were."""
+    experts: ExpertsSpec | None = None
+    """None: the layer has the model's MLP."""
 
 
 NormKind = Literal["rms", "layer", "layer with bias"]
@@ -122,16 +156,18 @@ class DecoderSpec:
     """Tensors of biases that the checkpoint does not hold: they are 0. The digest of the weights leaves them out."""
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a layer has experts in the place of its MLP."""
+        return any(layer.experts is not None for layer in self.layers)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
     def num_linear_elements(self) -> int:
         """The number of elements of embedding, head and linears: nearly all of the weights."""
-        qkv_and_output = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
-        layer = self.hidden_size * (qkv_and_output + (3 if self.gated_mlp else 2) * self.intermediate_size)
-        vocabularies = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        return vocabularies + self.num_layers * layer
+        return sum(rows * columns for _, (rows, columns) in linear_shapes(self))
 
     def num_rotary_elements(self, max_model_len: int) -> int:
         """Return the number of elements of the rotary tables."""
@@ -170,17 +206,33 @@ def bias_names(spec: DecoderSpec) -> list[list[list[str]]]:
 def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name and shape [rows, columns] of each weight with two dimensions."""
     hidden, names, layer = spec.hidden_size, spec.names, dict[str, tuple[int, int]]()
-    qkv, mlp = qkv_rows(spec), mlp_rows(spec)
-    layer |= {name: (rows, hidden) for name, rows in qkv.items()}
+    layer |= {name: (rows, hidden) for name, rows in qkv_rows(spec).items()}
     layer[names.output] = (hidden, spec.num_heads * spec.head_size)
-    layer |= {name: (rows, hidden) for name, rows in mlp.items()}
-    layer[names.down] = (hidden, spec.intermediate_size)
+    mlp = {name: (rows, hidden) for name, rows in mlp_rows(spec).items()} | {names.down: (hidden, spec.intermediate_size)}
     yield f"{TABLE}.weight", (spec.vocab_size, hidden)
     if not spec.tied:
         yield f"{HEAD}.weight", (spec.vocab_size, hidden)
-    for index in range(spec.num_layers):
-        for name, shape in layer.items():
+    for index, each in enumerate(spec.layers):
+        own = mlp if each.experts is None else dict(expert_shapes(each.experts, hidden))
+        for name, shape in (layer | own).items():
             yield f"model.layers.{index}.{name}.weight", shape
+
+
+def expert_shapes(experts: ExpertsSpec, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the name in a layer and the shape of each linear of experts; the router's is dense and none of them."""
+    for expert in range(experts.router.num_experts):
+        for name, rows in into_rows(experts.names.into, experts.intermediate_size).items():
+            yield name.format(expert), (rows, hidden)
+        yield experts.names.down.format(expert), (hidden, experts.intermediate_size)
+    if experts.shared_size:
+        for name, rows in into_rows(experts.names.shared_into, experts.shared_size).items():
+            yield name, (rows, hidden)
+        yield experts.names.shared_down, (hidden, experts.shared_size)
+
+
+def into_rows(names: tuple[str, ...], size: int) -> dict[str, int]:
+    """Return the rows of the linears that a gated MLP begins with by their names."""
+    return _rows(names, (size, size))
 
 
 def qkv_rows(spec: DecoderSpec) -> dict[str, int]:

@@ -30,7 +30,10 @@ class Module:
 
 
 def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
-    """Return the modules by name, in the order of the linears' rows; a tied head is one of them."""
+    """Return the modules by name, in the order of the linears' rows; a tied head is one of them.
+
+    Of a model with experts those of attention alone, the head and the table.
+    """
     shapes = {name.removesuffix(".weight"): shape for name, shape in linear_shapes(spec)}
     shapes.setdefault(HEAD, shapes[EMBEDDING])
     modules: dict[str, Module] = {}
@@ -39,6 +42,8 @@ def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
     for name, shape in shapes.items():
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
         linear = linears.get(name if layer is None else name.split(".", 3)[3])
+        if spec.has_experts and layer is not None and linear not in ("attention.qkv", "attention.output"):
+            continue
         first_row = rows_before.get((layer, linear), 0)
         rows_before[layer, linear] = first_row + shape[0]
         modules[name] = Module(name, shape, layer, linear, first_row)

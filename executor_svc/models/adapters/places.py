@@ -79,6 +79,10 @@ class ModelAdapters:
 
     # ------------------------------------------------------------------ building
 
+    def has(self, name: str) -> bool:
+        """Return whether adapters may change the linears of this name: with experts, none in the MLP's place."""
+        return not (self.spec.has_experts and name.startswith(("experts", "mlp.")))
+
     def adapt_linear(self, name: str, base: Linear) -> Linear:
         """Return a linear with places; those of one name come in the order of the layers."""
         use = _use(name, self._built[name])
@@ -198,7 +202,8 @@ class AdaptingBuilder:
     def prepare_linear(
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
     ) -> Linear:
-        return self._adapters.adapt_linear(name, self._device.prepare_linear(name, weight, bias))
+        linear = self._device.prepare_linear(name, weight, bias)
+        return self._adapters.adapt_linear(name, linear) if self._adapters.has(name) else linear
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
         return self._adapters.adapt_embedding(self._device.prepare_embedding(name, weight))

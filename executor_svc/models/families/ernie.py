@@ -16,7 +16,12 @@ from executor_svc.models.spec import DecoderSpec
 
 def read_ernie(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
+    return read_ernie_attention(config, head_size=128)
+
+
+def read_ernie_attention(config: dict[str, Any], head_size: int | None) -> DecoderSpec:
+    """Return what mixtures have too; head_size: of a config.json without, None: by the number of heads."""
     rotary = uniform_rope(theta=500_000.0, rounding="sum")
-    spec = read_common(config, max_positions=131_072, head_size=128, eps=1e-5, tied=True, read_rotary=rotary)
+    spec = read_common(config, max_positions=131_072, head_size=head_size, eps=1e-5, tied=True, read_rotary=rotary)
     bias = Fields(config).flag("use_bias", False)
     return with_pairs(replace(spec, qkv_bias=bias, output_bias=bias, mlp_bias=bias))

@@ -35,6 +35,8 @@ class Part:
 
 def check_split(spec: DecoderSpec, size: int) -> None:
     """Raise ModelConfigError, by the field's name, for a model that cannot be divided among so many ranks."""
+    if spec.has_experts:
+        raise ModelConfigError("mixtures of experts are not divided among ranks")
     for field, count in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
         if count % size:
             raise ModelConfigError(f"{field} {count} cannot be divided among {size} ranks")

@@ -140,12 +140,16 @@ class CpuExpertKernels(CpuKernels):
     def expert_linear(self, linears: Sequence[Linear]) -> CpuExpertLinear:
         return CpuExpertLinear([_stored(each) for each in linears], self)
 
-    def combine(self, rows: Tensor, routes: Routes, router: Router) -> Tensor:
+    def combine(
+        self, rows: Tensor, routes: Routes, router: Router, beside: Tensor | None = None, gate: Tensor | None = None
+    ) -> Tensor:
         assert isinstance(routes, CpuRoutes)
         num_rows, width = len(routes.ids), rows.shape[1]
         y = self._new("combined", (num_rows, width), rows.dtype)
-        kernel = combine(self.code, _dtype(rows), width, router.num_chosen, router.rounded)
-        arguments = _addresses(rows, routes.places, routes.weights, y)
+        kinds = router.rounded, beside is not None, gate is not None
+        kernel = combine(self.code, _dtype(rows), width, router.num_chosen, *kinds)
+        more = (0 if each is None else _addresses(each)[0] for each in (beside, gate))
+        arguments = (*_addresses(rows, routes.places, routes.weights), *more, y.data_ptr())
         self._launch(KernelLaunch(kernel, "rows", 1, 1, arguments), num_rows)
         return y
 

@@ -1,0 +1,82 @@
+"""Reads a layer's experts: each linear by itself, in whatever format the checkpoint has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from executor_svc.device.experts import ExpertKernels, ExpertLinear
+from executor_svc.device.kernels import Linear
+from executor_svc.models.base import Builder, ModelConfigError, WeightSource
+from executor_svc.models.layers.experts import Choice, Experts
+from executor_svc.models.layers.mlp import GATED, GatedMlp, Mlp
+from executor_svc.models.linear_weight import linear_weight
+from executor_svc.models.spec import DecoderSpec, ExpertsSpec, into_rows
+
+
+class ExpertsWeights:
+    """Builds layers of experts; each linear is read as that of a dense model is."""
+
+    def __init__(self, spec: DecoderSpec, weights: WeightSource, builder: Builder) -> None:
+        self._spec, self._weights, self._builder = spec, weights, builder
+        kernels = builder.kernels
+        assert isinstance(kernels, ExpertKernels), "this device has no kernels of experts"
+        self._kernels: ExpertKernels = kernels
+
+    def layer(self, prefix: str, experts: ExpertsSpec) -> Experts:
+        """Return the experts of a layer; prefix: of its tensors."""
+        names, hidden = experts.names, self._spec.hidden_size
+        into = into_rows(names.into, experts.intermediate_size)
+        down = {names.down: hidden}
+        shared: Mlp | None = None
+        gate: Linear | None = None
+        choice = self._choice(prefix, experts)
+        gate_up = self._each(prefix, experts, into, hidden)
+        second = self._each(prefix, experts, down, experts.intermediate_size)
+        if experts.shared_size:
+            shared = self._shared(prefix, experts)
+            if names.shared_gate is not None:
+                gate = self._small(f"{prefix}{names.shared_gate}", (1, hidden), self._builder.dtype)
+        return Experts(choice, gate_up, second, self._activate, shared, gate, self._kernels)
+
+    def _choice(self, prefix: str, experts: ExpertsSpec) -> Choice:
+        count, names = experts.router.num_experts, experts.names
+        dtype = torch.float32 if experts.router_in_float32 else self._builder.dtype
+        linear = self._small(prefix + names.router, (count, self._spec.hidden_size), dtype)
+        bias = None if names.choice_bias is None else self._weights.get(prefix + names.choice_bias, (count,)).float()
+        return Choice(linear, experts.router, experts.router_in_float32, bias)
+
+    def _small(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Linear:
+        """Return a dense linear of few rows."""
+        weight: Tensor = self._weights.get(f"{name}.weight", shape).to(dtype)
+        return self._builder.prepare_linear("experts.router", weight)
+
+    def _each(self, prefix: str, experts: ExpertsSpec, rows: dict[str, int], columns: int) -> ExpertLinear:
+        """Return the fused linears of these names, one for each expert."""
+        linears = [
+            self._linear("experts", {prefix + name.format(expert): count for name, count in rows.items()}, columns)
+            for expert in range(experts.router.num_experts)
+        ]
+        try:
+            return self._kernels.expert_linear(linears)
+        except ValueError as error:
+            raise ModelConfigError(f"{prefix}{next(iter(rows)).format(0)} and others: {error}") from None
+
+    def _linear(self, name: str, rows: dict[str, int], columns: int) -> Linear:
+        parts = [self._weights.open_linear(each, (count, columns)) for each, count in rows.items()]
+        return self._builder.prepare_linear(name, linear_weight(parts, self._builder.dtype))
+
+    def _shared(self, prefix: str, experts: ExpertsSpec) -> Mlp:
+        names, hidden, activation = experts.names, self._spec.hidden_size, self._spec.activation
+        rows = into_rows(names.shared_into, experts.shared_size)
+        gate_up = self._linear("experts.shared", {prefix + name: count for name, count in rows.items()}, hidden)
+        down = self._linear("experts.shared", {prefix + names.shared_down: hidden}, experts.shared_size)
+        assert activation in GATED
+        return GatedMlp(gate_up, down, activation, self._kernels)
+
+    @property
+    def _activate(self) -> Callable[[Tensor], Tensor]:
+        activations = {"silu": self._kernels.silu_mul, "gelu_tanh": self._kernels.gelu_tanh_mul}
+        return activations[self._spec.activation]

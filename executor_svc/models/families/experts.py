@@ -1,0 +1,60 @@
+"""The fields of config.json about experts, and the layers that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from executor_svc.device.experts import Router
+from executor_svc.models.config_fields import Fields
+from executor_svc.models.spec import DecoderSpec, ExpertsSpec
+
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
+_MOST_EXPERTS = 4096
+_MOST_CHOSEN = 64
+
+
+def without_experts(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the model that has an MLP in the place of its experts."""
+    return {name: value for name, value in config.items() if name not in (*COUNTS, *CHOSEN)}
+
+
+def read_router(fields: Fields, **rules: Any) -> Router:
+    """Return how rows choose experts; rules: as of `Router`, beside the counts and groups."""
+    count, chosen = _count(fields, COUNTS, _MOST_EXPERTS), _count(fields, CHOSEN, _MOST_CHOSEN)
+    groups, kept = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    if count % groups:
+        raise fields.error("n_group", f"{groups} does not divide the number of experts, {count}")
+    if kept > groups:
+        raise fields.error("topk_group", f"{kept} is more than n_group {groups}")
+    if chosen > count // groups * kept:
+        raise fields.error(_named(fields, CHOSEN), f"{chosen} is more than the {count // groups * kept} experts to choose")
+    return Router(count, chosen, groups=groups, kept_groups=kept, **rules)
+
+
+def with_experts(
+    spec: DecoderSpec, experts: ExpertsSpec, is_dense: Callable[[int], bool] = lambda layer: False
+) -> DecoderSpec:
+    """Return the spec with experts in the layers that are not dense."""
+    layers = (layer if is_dense(index) else replace(layer, experts=experts) for index, layer in enumerate(spec.layers))
+    return replace(spec, layers=tuple(layers))
+
+
+def sparse_layers(fields: Fields) -> Callable[[int], bool]:
+    """Return which layers are dense by `decoder_sparse_step` and `mlp_only_layers`."""
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
+        raise fields.error("mlp_only_layers", "must be a list of layers")
+    return lambda layer: layer in dense or bool((layer + 1) % step)
+
+
+def _count(fields: Fields, names: tuple[str, ...], most: int) -> int:
+    return fields.integer(_named(fields, names), at_most=most)
+
+
+def _named(fields: Fields, names: tuple[str, ...]) -> str:
+    """Return the first of the names that config.json has, as a number."""
+    found = (name for name in names if fields.get(name) is not None)
+    return next(found, names[0])

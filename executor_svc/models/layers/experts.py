@@ -1,0 +1,60 @@
+"""A feed-forward layer of experts, of which each token chooses some, perhaps beside one that all tokens share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from executor_svc.device.experts import ExpertKernels, ExpertLinear, Router
+from executor_svc.device.kernels import Linear
+from executor_svc.models.layers.mlp import Mlp
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How rows choose experts: the linear of their logits, and what follows."""
+
+    linear: Linear
+    router: Router
+    in_float32: bool
+    """Whether rows become float32 for the linear, whose weight is."""
+    bias: Tensor | None = None
+    """As of `ExpertKernels.route`, like `scales`."""
+    scales: Tensor | None = None
+
+
+class Experts:
+    """Implements `layers.mlp.Mlp`."""
+
+    def __init__(
+        self,
+        choice: Choice,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activate: Callable[[Tensor], Tensor],
+        shared: Mlp | None,
+        shared_gate: Linear | None,
+        kernels: ExpertKernels,
+    ) -> None:
+        """shared: what all tokens have beside their experts; shared_gate: [1, hidden], its sigmoid multiplies that."""
+        self._choice = choice
+        self._gate_up, self._down = gate_up, down
+        self._activate = activate
+        self._shared, self._shared_gate = shared, shared_gate
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kernels, choice = self._kernels, self._choice
+        read = kernels.as_float32(x) if choice.in_float32 else x
+        logits = choice.linear(read, torch.float32 if choice.in_float32 else None)
+        routes = kernels.route(logits, choice.router, x.dtype, choice.bias, choice.scales)
+        gate_up = self._gate_up(kernels.take_routed(x, routes), routes)
+        with kernels.routed(routes):
+            activated = self._activate(gate_up)
+        rows = self._down(activated, routes)
+        shared = None if self._shared is None else self._shared(x)
+        gate = None if self._shared_gate is None else self._shared_gate(x)
+        return kernels.combine(rows, routes, choice.router, shared, gate)

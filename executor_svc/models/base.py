@@ -50,8 +50,8 @@ class WeightSource(Protocol):
         """
         ...
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor in the model's dtype; raises LoaderError if it is missing or has another shape."""
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor in dtype, by default the model's; raises LoaderError if it is missing or misshapen."""
         ...
 
 

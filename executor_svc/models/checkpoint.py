@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,25 +102,29 @@ class Weights:
         """As in `models.base.WeightSource`; sources of weights in few bits override it."""
         return self.open(f"{prefix}.weight", shape)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a copy of a tensor in the model's dtype; raises LoaderError for a wrong shape or name."""
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Return a copy of a tensor in dtype, by default the model's; raises LoaderError for a wrong shape or name."""
         self._check(name, shape)
-        tensor, first = torch.empty(shape, dtype=self._dtype), 0
-        row_bytes = max(1, math.prod(shape[1:]) * self._dtype.itemsize)
-        for block in self.blocks(name, shape, max(1, _BLOCK_BYTES // row_bytes)):
+        tensor, first = torch.empty(shape, dtype=dtype or self._dtype), 0
+        row_bytes = max(1, math.prod(shape[1:]) * tensor.itemsize)
+        for block in self.blocks(name, shape, max(1, _BLOCK_BYTES // row_bytes), dtype):
             tensor[first : first + len(block)] = block
             first += len(block)
         return tensor.to(self._torch_device)
 
-    def blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
-        """Yield a tensor in the model's dtype, on the CPU, `rows` rows at a time; a block is valid until the next one.
+    def blocks(
+        self, name: str, shape: tuple[int, ...], rows: int, dtype: torch.dtype | None = None
+    ) -> Iterator[Tensor]:
+        """Yield a tensor in dtype, by default the model's, on the CPU, `rows` rows at a time.
 
-        The hash is of the very bytes that are yielded, whatever becomes of the file.
+        A block is valid until the next one. The hash is of the very bytes that are yielded, whatever becomes of the
+        file.
         """
-        content = ContentDigest(f"{name} {list(shape)} {self._dtype}")
+        dtype = dtype or self._dtype
+        content = ContentDigest(f"{name} {list(shape)} {dtype}")
         count = 0
         for stored in self._stored_blocks(name, shape, rows):
-            block = stored.to(self._dtype)
+            block = stored.to(dtype)
             self._check_finite(name, block)
             content.update(block)
             count += block.numel()
@@ -177,6 +182,8 @@ class SafetensorsWeights(Weights):
         self._folder = folder
         self._quantization = quantization
         self._skipped: set[str] = set()
+        self._matrices: dict[str, set[int]] = {}
+        """What was read of tensors that hold the matrices of all experts."""
         self._headers: dict[Path, dict[str, StoredTensor]] = {}
         files = self._tensor_files()
         names = dict(zip(files, files, strict=True)) if layer_names is None else decoder_names(files, layer_names.first)
@@ -197,11 +204,21 @@ class SafetensorsWeights(Weights):
 
     def _stored(self, name: str) -> StoredTensor:
         """Return a tensor that the folder's index names; raises LoaderError if its file lacks it."""
-        path, stored_name = self._places[name]
+        whole, index = self._expert_of(name)
+        path, stored_name = self._places[whole]
         stored = self._header(path).get(stored_name)
         if stored is None:
             raise LoaderError(f"{path}: tensor {stored_name} cannot be read: the file does not hold it")
-        return stored
+        if index is None:
+            return stored
+        self._matrices.setdefault(whole, set()).add(index)
+        return stored.matrix(index)
+
+    def _expert_of(self, name: str) -> tuple[str, int | None]:
+        """Return the tensor that holds `name`, and its place there: some checkpoints have one for all experts."""
+        found = None if name in self._places else re.fullmatch(r"(.+)\.(\d+)\.weight", name)
+        whole = name if found is None else f"{found[1]}.weight"
+        return (name, None) if found is None or whole not in self._places else (whole, int(found[2]))
 
     def holds(self, name: str) -> bool:
         """As in `Weights`."""
@@ -299,7 +316,7 @@ class SafetensorsWeights(Weights):
         return self._stored(name) if name in self._places else None
 
     def require(self, name: str) -> StoredTensor:
-        if name not in self._places:
+        if self._expert_of(name)[0] not in self._places:
             raise LoaderError(f"model folder {self._folder}: tensor {name} is missing")
         return self._stored(name)
 
@@ -360,6 +377,10 @@ class SafetensorsWeights(Weights):
         Those that change nothing may be there: empty ones, and biases that are 0.
         """
         known = self._hashes.keys() | self._skipped
+        for name, used in self._matrices.items():
+            path, stored_name = self._places[name]
+            if len(used) == self._header(path)[stored_name].shape[0]:
+                known |= {name}
         left = {name: place for name, place in self._places.items() if name not in known and not ignored(name)}
         stored = {name: self._header(path).get(name) for path, name in left.values()}
         unused = sorted(name for name, tensor in stored.items() if tensor is None or not is_without_effect(tensor))

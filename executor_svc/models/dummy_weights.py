@@ -29,10 +29,10 @@ class DummyWeights(Weights):
         super().__init__(dtype, device)
         self._seed = seed
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor in the model's dtype; on a GPU it needs no other memory."""
-        if self._torch_device.type == "cpu":
-            return super().get(name, shape)
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor in dtype, by default the model's; on a GPU it needs no other memory."""
+        if self._torch_device.type == "cpu" or dtype is not None:
+            return super().get(name, shape, dtype)
         tensor = self.draw(name, shape, self._torch_device)
         source = f"{name} {list(shape)} {self._dtype} seed {self._seed} {self._torch_device.type}"
         self._hashes[name] = hashlib.sha256(source.encode()).digest()

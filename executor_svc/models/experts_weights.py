@@ -45,12 +45,16 @@ class ExpertsWeights:
         count, names = experts.router.num_experts, experts.names
         dtype = torch.float32 if experts.router_in_float32 else self._builder.dtype
         linear = self._small(prefix + names.router, (count, self._spec.hidden_size), dtype)
-        bias = None if names.choice_bias is None else self._weights.get(prefix + names.choice_bias, (count,)).float()
+        bias: Tensor | None = None
+        if names.choice_bias is not None:
+            shape = (1, count) if names.choice_bias_row else (count,)
+            bias = self._weights.get(prefix + names.choice_bias, shape, torch.float32).flatten()
         return Choice(linear, experts.router, experts.router_in_float32, bias)
 
     def _small(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Linear:
         """Return a dense linear of few rows."""
-        weight: Tensor = self._weights.get(f"{name}.weight", shape).to(dtype)
+        wanted = None if dtype == self._builder.dtype else dtype
+        weight = self._weights.get(f"{name}.weight", shape, wanted)
         return self._builder.prepare_linear("experts.router", weight)
 
     def _each(self, prefix: str, experts: ExpertsSpec, rows: dict[str, int], columns: int) -> ExpertLinear:

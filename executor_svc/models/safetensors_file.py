@@ -87,6 +87,13 @@ class StoredTensor:
         count = math.prod(self.shape[1:]) * self._item_bytes
         return replace(self, shape=(len(chosen), *self.shape[1:]), offset=self.offset + chosen.start * count)
 
+    def matrix(self, index: int) -> StoredTensor:
+        """Return one matrix of a tensor of several; raises LoaderError if it has no such one."""
+        if len(self.shape) != 3 or index >= self.shape[0]:
+            raise LoaderError(f"{self.path}: tensor {self.name} has shape {list(self.shape)}, and no matrix {index}")
+        alone = self.rows_alone(range(index, index + 1))
+        return replace(alone, name=f"{self.name}[{index}]", shape=self.shape[1:])
+
     def row_blocks(self, chosen: range, rows: int) -> Iterator[Tensor]:
         """Yield some consecutive rows, `rows` at a time; nothing else is read. Otherwise as `blocks`."""
         return self.rows_alone(chosen).blocks(rows) if len(chosen) else iter(())

@@ -53,6 +53,8 @@ class ExpertNames:
     router: str = "mlp.gate"
     choice_bias: str | None = None
     """A tensor [E], added to scores for the choice alone."""
+    choice_bias_row: bool = False
+    """Whether it has the shape [1, E]."""
     into: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     """Gate and up, or one linear of both."""
     down: str = "mlp.experts.{}.down_proj"

@@ -118,7 +118,7 @@ def read_ernie_moe(config: dict[str, Any]) -> DecoderSpec:
     experts = ExpertsSpec(
         read_router(fields, least_sum=fields.number("moe_norm_min", 1e-12)),
         size,
-        ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
+        ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_row=True),
         router_in_float32=True,
         shared_size=size * _count_from_0(fields, "moe_num_shared_experts", 2),
     )

@@ -7,6 +7,7 @@ and Nemotron have 1 added.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,7 +27,27 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.wg": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{
+        f"mlp.{module}.{name}_proj": f"ffn_{name}_shexp"
+        for module in ("shared_expert", "shared_experts", "shared_mlp")
+        for name in ("gate", "up", "down")
+    },
 }
+_EXPERTS = {
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+}
+"""One tensor has the matrices of all experts."""
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(.+\.experts)\.(\d+)\.(\w+)\.(\w+)")
+_CHOICE_BIAS = re.compile(r"model\.layers\.(\d+)\..+\.e_score_correction_bias")
 _GEMMA = ("gemma2", "gemma3")
 _NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _GEMMA_NORMS = _NORMS_AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
@@ -54,6 +75,10 @@ class TensorNames:
 
     def stored(self, name: str) -> str:
         """Return GGUF's name of a tensor that transformers calls `name`; an unknown one stays as it is."""
+        if (expert := _EXPERT.fullmatch(name)) and (known := _EXPERTS.get(f"{expert[2]}.{expert[4]}")):
+            return f"blk.{expert[1]}.{known}.{expert[5]}"
+        if bias := _CHOICE_BIAS.fullmatch(name):
+            return f"blk.{bias[1]}.exp_probs_b.bias"
         part, _, kind = name.rpartition(".")
         if part in _ENDS:
             return f"{_ENDS[part]}.{kind}"
@@ -62,6 +87,12 @@ class TensorNames:
         if len(words) < 4 or words[3] not in layer_names:
             return name
         return f"blk.{words[2]}.{layer_names[words[3]]}.{kind}"
+
+    @staticmethod
+    def expert(name: str) -> int | None:
+        """Return the expert whose matrix in the stored tensor is meant; None: the tensor is meant as it is."""
+        found = _EXPERT.fullmatch(name)
+        return None if found is None else int(found[3])
 
     def head_rows(self, name: str) -> int | None:
         """Return the number of rows that change places among themselves, or None: rows are in transformers' order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class GgufWeights(Weights):
         super().__init__(dtype, device)
         self._file = file
         self._names = names
+        self._matrices: dict[str, set[int]] = {}
+        """What was read of tensors that hold the matrices of all experts."""
         self._numbers = _numbers(file) if names.architecture == "apertus" else {}
         """Tensors of one number that the file has as metadata."""
 
@@ -113,6 +116,7 @@ class GgufWeights(Weights):
         self._file.check_unchanged()
         used = {self._names.stored(name) for name in self._hashes}
         copy = self._names.stored(f"{HEAD}.weight") if ignored(f"{HEAD}.weight") else None  # of the table
+        used -= {name for name, each in self._matrices.items() if len(each) != self._file.tensors[name].shape[0]}
         unused = sorted(name for name in self._file.tensors if name not in used and not ignored(name))
         unused = [name for name in unused if name not in (*_FACTORS, copy)]
         if unused:
@@ -129,6 +133,8 @@ class GgufWeights(Weights):
         tensor = self._file.tensors.get(stored)
         if tensor is None:
             raise LoaderError(f"{self._file.paths[0]}: tensor {stored} is missing")
+        if (expert := self._names.expert(name)) is not None:
+            tensor = self._matrix(tensor, expert)
         if tensor.shape != shape:
             raise LoaderError(
                 f"{tensor.path}: tensor {stored} has shape {list(tensor.shape)}, the metadata says {list(shape)}"
@@ -139,6 +145,15 @@ class GgufWeights(Weights):
                 f"{tensor.path}: tensor {stored} is {tensor.type.name}, which is not supported; supported: {supported}"
             )
         return tensor
+
+    def _matrix(self, tensor: GgufTensor, index: int) -> GgufTensor:
+        """Return one expert's matrix of the tensor of all."""
+        if len(tensor.shape) != 3 or index >= tensor.shape[0]:
+            raise LoaderError(f"{tensor.path}: tensor {tensor.name} of shape {list(tensor.shape)} has no matrix {index}")
+        self._matrices.setdefault(tensor.name, set()).add(index)
+        each, size = tensor.num_bytes // tensor.shape[0], tensor.shape[1:]
+        name = f"{tensor.name}[{index}]"
+        return replace(tensor, name=name, shape=size, offset=tensor.offset + index * each)
 
     def _is_absent_bias(self, name: str) -> bool:
         """Return whether a bias is not in the file: it is 0, as in llama.cpp."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from executor_svc.device.stored_linear import QuantRows
@@ -32,5 +33,5 @@ class NamedTensors:
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         return self._source.open_linear(self.stored(prefix), shape)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._source.get(self.stored(name), shape)
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return self._source.get(self.stored(name), shape, dtype)

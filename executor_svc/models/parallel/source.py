@@ -46,8 +46,9 @@ class RankSource:
             return self._source.open_linear_part(prefix, stored, in_memory, part)
         return self._open_part(f"{prefix}.weight", (rows, columns), part, stored)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """As in `WeightSource`; shape as in `open`."""
+        assert dtype is None, "ranks have no tensor in another dtype than the model's"
         return self.open(name, shape).whole()
 
     def _open_part(

@@ -53,9 +53,13 @@ class RoundedSource:
         stored = self._source.open(name, shape)
         return stored if self._listener is None else self._listener.dense(name, stored)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """As in `WeightSource`."""
-        return self.open(name, shape).whole()
+        if dtype is None:
+            return self.open(name, shape).whole()
+        if self._listener is not None:
+            raise LoaderError(f"--save-quantized: {name} is used in {dtype}, and would be saved in the model's dtype")
+        return self._source.get(name, shape, dtype)
 
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `WeightSource`; raises LoaderError for a weight that is in few bits already."""

@@ -112,6 +112,16 @@ CASES = {
     "seed_oss": Case("seed_oss", shape=HEADS),
     "smollm3": Case("smollm3", shape={"no_rope_layers": [1, 1, 1, 0]}),
     "llama, low bits": Case("llama", low_bits, WIDE),
+    "ernie4_5_moe": Case("ernie4_5_moe", mixed, {"moe_intermediate_size": 32, "moe_layer_end_index": -1}),
+    "glm4_moe": Case("glm4_moe", shape={**HEADS, "moe_intermediate_size": 32}),
+    "hunyuan_moe": Case("hunyuan_v1_moe", mixed, HEADS),
+    "minimax_m2": Case("minimax_m2", shape={**HEADS, "rotary_dim": 8}),
+    "mixtral": Case("mixtral", mixed, HEADS),
+    "olmoe": Case("olmoe", all_of(Type.Q4_1)),
+    "qwen2_moe": Case(
+        "qwen2_moe", shape={"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "mlp_only_layers": []}
+    ),
+    "qwen3_moe": Case("qwen3_moe", shape={"head_dim": 32, "moe_intermediate_size": 64}),
 }
 """Most in 8 bits: each type's kernels are compiled anew in each process."""
 OTHER_KINDS = {

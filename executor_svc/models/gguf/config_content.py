@@ -11,6 +11,7 @@ from typing import Any
 from cadenza_common.gguf.file import GgufFile
 from cadenza_common.gguf.metadata import END_KEYS, END_TEXTS
 from executor_svc.models.folder import LoaderError
+from executor_svc.models.gguf.expert_content import MIXTURES, expert_content
 from executor_svc.models.gguf.rope_content import VectorReader, rope_content, shortest
 
 _ARCHITECTURES = {
@@ -33,6 +34,7 @@ _ARCHITECTURES = {
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
+    **{name: architecture for name, (architecture, _) in MIXTURES.items() if name != "llama"},
 }
 _MODEL_TYPES = {"gemma3": "gemma3_text", "hunyuan-dense": "hunyuan_v1_dense", "mistral3": "ministral3"}
 """Where config.json has another model_type than the name in GGUF."""
@@ -85,9 +87,12 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": _has_bias(file, "attn_q", "attn_k", "attn_v", "attn_output"),
         "mlp_bias": _has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
-        "num_experts": metadata.integer(f"{architecture}.expert_count", 0, at_least=0),
     }
     content |= rope_content(file, architecture, head_size, read_vector)
+    if metadata.integer(f"{architecture}.expert_count", 0, at_least=0):
+        if architecture not in MIXTURES:
+            raise metadata.error(f"{architecture}.expert_count", "mixtures of experts are not supported")
+        return content | expert_content(file, architecture, content)
     return content | _family_content(read, content)
 
 

@@ -55,9 +55,11 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(_GEMMA, _GEMMA_NORMS),
     **dict.fromkeys(("exaone4", "olmo2"), _NORMS_AFTER),
     "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
+    "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
     "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    "hunyuan-moe": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
 """By architecture: what is called otherwise than in `_LAYER`, or is not there."""

@@ -135,6 +135,8 @@ class GgufWeights(Weights):
             raise LoaderError(f"{self._file.paths[0]}: tensor {stored} is missing")
         if (expert := self._names.expert(name)) is not None:
             tensor = self._matrix(tensor, expert)
+        if shape == (1, *tensor.shape):  # a linear of one row
+            tensor = replace(tensor, shape=shape)
         if tensor.shape != shape:
             raise LoaderError(
                 f"{tensor.path}: tensor {stored} has shape {list(tensor.shape)}, the metadata says {list(shape)}"

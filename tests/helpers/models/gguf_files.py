@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
+"""Matrices that are F32 in any case."""
+_EXPERT = re.compile(r"(\.experts)\.(\d+)\.(\w+\.weight)$")
 Floats = NDArray[np.float32]
 Kinds = Callable[[str], Type]
 """The type of a tensor by its name in GGUF; norms and biases are F32 in any case."""
@@ -28,6 +32,13 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
     "olmo3": "olmo2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe": "glm4moe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "minimax_m2": "minimax-m2",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
 }
 """GGUF's by transformers' model_type, where they differ."""
 
@@ -79,7 +90,7 @@ def write_gguf(
         writer.kv_data[0].pop(key, None)
         _add(writer, key, value)
     for name, values in _tensors(folder, config, architecture):
-        kind = Type.F32 if values.ndim == 1 else kinds(name)
+        kind = Type.F32 if values.ndim == 1 or name.endswith(ROUTERS) else kinds(name)
         writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
     for kind in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
         ends = (f".{layer}.mlp.act_fn.{kind}" for layer in range(config["num_hidden_layers"]))
@@ -103,8 +114,9 @@ def dequantized(folder: Path, target: Path, kinds: Kinds) -> Path:
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     tensors = {}
     for name, values in _stored(folder):
-        if values.ndim == 2:
-            kind = kinds(gguf_name(name, architecture))
+        if values.ndim == 2 and name.endswith(".weight"):
+            stored = gguf_name(name, architecture)
+            kind = Type.F32 if stored.endswith(ROUTERS) else kinds(stored)
             values = gguf.dequantize(quantized(values, kind), kind)
         tensors[name] = torch.from_numpy(values.copy())
     target.mkdir()
@@ -152,6 +164,8 @@ def quantized(values: Floats, kind: Type) -> Any:
     """Return rows in a type; where gguf has no quantizer, any bytes with numbers about as large as a row's."""
     if kind.name in _BY_GGUF:
         return gguf.quantize(values, kind)
+    if values.ndim == 3:
+        return np.stack([quantized(each, kind) for each in values])
     columns = values.shape[1]
     usual = float(np.abs(gguf.dequantize(random_blocks(kind, 16, columns, seed=0), kind)).mean())
     return np.concatenate(
@@ -164,7 +178,9 @@ _BY_GGUF = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4
 
 def gguf_name(name: str, architecture: str) -> str:
     """Return GGUF's name of a tensor of transformers, from gguf's own table of names."""
-    part, _, kind = name.rpartition(".")
+    if name.endswith(".e_score_correction_bias"):
+        return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+    part, _, kind = _EXPERT.sub(r"\1.\3", name).rpartition(".")
     found = _names(architecture).get_name(part)
     assert found is not None, name
     return f"{found}.{kind}"
@@ -173,9 +189,11 @@ def gguf_name(name: str, architecture: str) -> str:
 @cache
 def _names(architecture: str) -> gguf.TensorNameMap:
     """A table of thousands of names: 40 ms of a processor."""
-    return gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper().replace("-", "_")), 100)
+    (found,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(found, 100)
 
 
+_MIXTURES = ("ernie4_5-moe", "glm4moe", "hunyuan-moe", "minimax-m2", "olmoe", "qwen2moe", "qwen3moe")
 _NEIGHBOURS = ("llama", "granite", "mistral3", "smollm3")
 
 
@@ -193,9 +211,15 @@ def _stored(folder: Path) -> Iterator[tuple[str, Floats]]:
 
 def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterator[tuple[str, Floats]]:
     """Yield all tensors as GGUF has them."""
+    experts: dict[str, list[tuple[int, Floats]]] = {}
     for name, values in _stored(folder):
         if ".act_fn." in name:
             continue
+        if expert := _EXPERT.search(name):
+            experts.setdefault(gguf_name(name, architecture), []).append((int(expert[2]), values))
+            continue
+        if name.endswith(("e_score_correction_bias", "shared_expert_gate.weight")):
+            values = values.flatten()
         if architecture in _NEIGHBOURS and (".q_proj" in name or ".q_norm" in name):
             values = neighbours(values, config["num_attention_heads"])
         elif architecture in _NEIGHBOURS and ".k_proj" in name:
@@ -203,6 +227,8 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
         elif architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             values = values + np.float32(1)
         yield gguf_name(name, architecture), values
+    for name, matrices in experts.items():
+        yield name, np.stack([values for _, values in sorted(matrices, key=lambda each: each[0])])
 
 
 def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> None:
@@ -240,6 +266,8 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
         writer.add_sliding_window(config["sliding_window"])
         if config["model_type"] != "cohere2":
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
+    if architecture in _MIXTURES or config["model_type"] == "mixtral":
+        _write_experts(writer, config)
     if config.get("logit_scale"):
         writer.add_logit_scale(config["logit_scale"])
     if config["model_type"] in ("mistral", "phi3", "gemma2", "gemma3_text", "starcoder2"):
@@ -258,6 +286,40 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
     ):
         if config.get(field):
             add(config[field])
+
+
+_COUNTS = ("num_local_experts", "num_experts", "moe_num_experts", "n_routed_experts")
+
+
+def _write_experts(writer: Any, config: dict[str, Any]) -> None:
+    """As llama.cpp's conversion/*.py write them."""
+    size = config.get("moe_intermediate_size") or config["intermediate_size"]
+    count = next(config[name] for name in _COUNTS if name in config)
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(
+        next(config[name] for name in ("num_experts_per_tok", "moe_topk", "moe_k") if name in config)
+    )
+    if config["model_type"] not in ("mixtral", "olmoe"):
+        writer.add_expert_feed_forward_length(size)
+    match config["model_type"]:
+        case "qwen2_moe":
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+        case "hunyuan_v1_moe":
+            writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+        case "ernie4_5_moe":
+            writer.add_expert_shared_count(config["moe_num_shared_experts"])
+            writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+            writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+        case "minimax_m2":
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        case "glm4_moe":
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+            writer.add_expert_shared_count(config["n_shared_experts"])
+            writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+            writer.add_expert_weights_scale(config["routed_scaling_factor"])
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
+            writer.add_expert_group_count(config["n_group"])
+            writer.add_expert_group_used_count(config["topk_group"])
 
 
 def _write_rope_scaling(writer: Any, rope: dict[str, Any], config: dict[str, Any]) -> None:

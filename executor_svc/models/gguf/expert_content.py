@@ -1,0 +1,86 @@
+"""The metadata of a GGUF file about experts, as the fields of a config.json.
+
+Keys and what stands for absent ones: llama.cpp's src/models/*.cpp and conversion/*.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cadenza_common.gguf.file import GgufFile
+
+MIXTURES = {
+    "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+    "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
+    "llama": ("MixtralForCausalLM", "mixtral"),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
+    "olmoe": ("OlmoeForCausalLM", "olmoe"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+}
+"""Architecture and model_type of config.json by GGUF's architecture; `llama` where it has experts."""
+
+
+def expert_content(file: GgufFile, architecture: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of one family's experts; content: those that all families share. Raises GgufError."""
+    metadata = file.metadata
+
+    def integer(name: str, default: int | None = None) -> int:
+        return metadata.integer(f"{architecture}.{name}", default, at_least=0)
+
+    name, model_type = MIXTURES[architecture]
+    size = integer("expert_feed_forward_length", content["intermediate_size"])
+    found = {
+        "architectures": [name],
+        "model_type": model_type,
+        "num_experts": integer("expert_count"),
+        "num_experts_per_tok": integer("expert_used_count"),
+        "moe_intermediate_size": size,
+    }
+    shared = integer("expert_shared_feed_forward_length", 0)
+    match architecture:
+        case "qwen2moe":
+            found |= {"shared_expert_intermediate_size": shared or content["intermediate_size"], "qkv_bias": True}
+        case "qwen3moe":
+            found |= {"norm_topk_prob": True}
+        case "glm4moe":
+            found |= _glm(file, architecture, content)
+        case "ernie4_5-moe":
+            found |= {
+                "use_bias": content["attention_bias"] or content["mlp_bias"],
+                "moe_num_shared_experts": integer("expert_shared_count", 0),
+                "moe_layer_start_index": integer("leading_dense_block_count", 0),
+                "moe_layer_interval": integer("interleave_moe_layer_step", 1),
+            }
+        case "hunyuan-moe":
+            # Older files state the experts' size, which is the shared one's, too.
+            found |= {"intermediate_size": shared or content["intermediate_size"]}
+        case "minimax-m2":
+            found |= {"intermediate_size": size}
+        case "olmoe":
+            found |= {"intermediate_size": size}
+    return found
+
+
+def _glm(file: GgufFile, architecture: str, content: dict[str, Any]) -> dict[str, Any]:
+    metadata = file.metadata
+
+    def key(name: str) -> str:
+        return f"{architecture}.{name}"
+
+    heads = metadata.integer(key("nextn_predict_layers"), 0, at_least=0)
+    layers = content["num_hidden_layers"] - heads
+    if layers < 1:
+        raise metadata.error(key("nextn_predict_layers"), f"{heads} leaves no layer of {content['num_hidden_layers']}")
+    return {
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": heads,
+        "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.tensors),
+        "n_group": metadata.integer(key("expert_group_count"), 1),
+        "topk_group": metadata.integer(key("expert_group_used_count"), 1),
+        "n_shared_experts": metadata.integer(key("expert_shared_count"), at_least=0),
+        "first_k_dense_replace": metadata.integer(key("leading_dense_block_count"), 0, at_least=0),
+        "routed_scaling_factor": metadata.number(key("expert_weights_scale"), 1.0),
+        "norm_topk_prob": bool(metadata.get(key("expert_weights_norm"))),
+    }

@@ -9,8 +9,12 @@ import torch
 
 from executor_svc.cpu.kernels.experts.kernels import CpuExpertKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
+from executor_svc.cpu.stored_linear import CpuStoredLinear, QuantizedActivations
 from executor_svc.device import reference
 from executor_svc.device.experts import Router
+from executor_svc.device.stored_linear import StoredLinear
+from tests.executor_svc.cpu.kernels.quantized.formats import format_of, random_block
+from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import BlockRows
 
 ROUTER = Router(6, 2)
 HIDDEN, WIDE = 48, 72
@@ -60,6 +64,32 @@ def test_an_expert_that_nobody_chose_is_not_read():
     logits[:, 3] = -100.0
     routes = kernels.route(logits, ROUTER, torch.float32)
     assert product(kernels.take_routed(rows(64, torch.float32), routes), routes).isfinite().all()
+
+
+def in_few_bits(kernels: CpuExpertKernels, name: str, option: QuantizedActivations) -> list[CpuStoredLinear]:
+    """Two parts of random codes for each expert, one below the other."""
+    found = []
+    for seed in range(6):
+        parts = [BlockRows(format_of(name, 256), random_block(format_of(name, 256), 40, 256, 2 * seed + part)) for part in range(2)]
+        linear = CpuStoredLinear("test", StoredLinear(parts, torch.bfloat16), None, kernels, option)
+        linear.read()
+        found.append(linear)
+    return found
+
+
+@pytest.mark.parametrize("option", ["off", "int8"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_NL", "mxfp4", "gptq 4"])
+def test_experts_in_few_bits_have_the_bits_of_each_linear(name, option):
+    kernels = CpuExpertKernels(2)
+    experts = in_few_bits(kernels, name, option)
+    product = kernels.expert_linear(experts)
+    x = torch.randn(90, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    routes = kernels.route(torch.randn(90, 6, generator=torch.Generator().manual_seed(2)), ROUTER, torch.bfloat16)
+    routed = kernels.take_routed(x, routes)
+    found = product(routed, routes)
+    for expert, linear in enumerate(experts):
+        mine = routes.places[routes.ids == expert]
+        assert torch.equal(found[mine], linear(routed[mine]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

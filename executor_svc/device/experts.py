@@ -1,7 +1,7 @@
 """Mixtures of experts: how rows choose, and the operations of a device that compute what they chose.
 
-Sizes: T tokens of the step, E experts, K experts that each token chooses, T * K routed rows: the rows of tokens once for
-each expert that they chose, those of one expert side by side.
+Sizes: T tokens of the step, E experts, K experts that each token chooses, T * K routed rows: the rows of tokens once
+for each expert that they chose, those of one expert side by side.
 """
 
 from __future__ import annotations

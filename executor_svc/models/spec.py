@@ -210,7 +210,9 @@ def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     hidden, names, layer = spec.hidden_size, spec.names, dict[str, tuple[int, int]]()
     layer |= {name: (rows, hidden) for name, rows in qkv_rows(spec).items()}
     layer[names.output] = (hidden, spec.num_heads * spec.head_size)
-    mlp = {name: (rows, hidden) for name, rows in mlp_rows(spec).items()} | {names.down: (hidden, spec.intermediate_size)}
+    mlp = {name: (rows, hidden) for name, rows in mlp_rows(spec).items()} | {
+        names.down: (hidden, spec.intermediate_size)
+    }
     yield f"{TABLE}.weight", (spec.vocab_size, hidden)
     if not spec.tied:
         yield f"{HEAD}.weight", (spec.vocab_size, hidden)

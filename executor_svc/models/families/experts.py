@@ -30,7 +30,9 @@ def read_router(fields: Fields, **rules: Any) -> Router:
     if kept > groups:
         raise fields.error("topk_group", f"{kept} is more than n_group {groups}")
     if chosen > count // groups * kept:
-        raise fields.error(_named(fields, CHOSEN), f"{chosen} is more than the {count // groups * kept} experts to choose")
+        raise fields.error(
+            _named(fields, CHOSEN), f"{chosen} is more than the {count // groups * kept} experts to choose"
+        )
     return Router(count, chosen, groups=groups, kept_groups=kept, **rules)
 
 

@@ -144,8 +144,7 @@ def read_minimax_m2(config: dict[str, Any]) -> DecoderSpec:
     spec = read_common(without_experts(config), max_positions=196_608, head_size=128, read_rotary=rotary)
     router = read_router(fields, scores="sigmoid", rounded=False)
     names = replace(_W_NAMES, choice_bias="block_sparse_moe.e_score_correction_bias")
-    norms = "all heads" if fields.flag("use_qk_norm", True) else None
-    spec = replace(spec, head_norms=norms)
+    spec = replace(spec, head_norms="all heads" if fields.flag("use_qk_norm", True) else None)
     return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, names))
 
 

@@ -77,9 +77,10 @@ class LaunchProgram:
         own = self._table.ctypes.data + 8 * _FIELDS * np.arange(len(launches))
         self._table[:, _ITEMS_AT], self._table[:, _AWAITED_AT] = own + 8 * _ITEMS, own + 8 * _AWAITED
         self._table[:, _GROUPS] = 1
-        for row in self._counted:
-            assert row in self._starts and row in self._ends, "a launch that is counted in memory runs by itself"
-            self._table[row, [_ITEMS_AT, _AWAITED_AT]] = launches[row].counted_at
+        for row, launch in enumerate(launches):
+            if launch.counted_at:
+                assert {row} <= {*self._starts} & {*self._ends}, "a launch that is counted in memory runs by itself"
+                self._table[row, [_ITEMS_AT, _AWAITED_AT]] = launch.counted_at
 
     def run(self, **counts: int) -> None:
         """Run all launches, in order; return when they are done."""
@@ -156,8 +157,7 @@ def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
     builder.position_at_end(begin)
     record = builder.add(table, builder.mul(index, _I64(8 * _FIELDS)))
     kernel, arguments, counter, items_at, awaited_at, groups = (
-        builder.load(field(record, which))
-        for which in (_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS_AT, _AWAITED_AT, _GROUPS)
+        builder.load(field(record, which)) for which in (_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS_AT, _AWAITED_AT, _GROUPS)
     )
     items, awaited = (builder.mul(builder.load(field(at, 0)), groups) for at in (items_at, awaited_at))
     done_items = builder.inttoptr(counter, _I64.as_pointer())

@@ -18,9 +18,8 @@ _I64 = ir.IntType(64)
 _WORD = 8
 BLOCK_WORDS = 4
 """Of a block: its expert, its first routed row, its rows, and the expert of the block behind it."""
-ARGUMENT_WORDS = 4
-"""Of a product's argument: its value for the first routed row, the bytes from row to row, and the addresses of tables
-by expert that stand for it: of this block's expert, and of the next block's; 0: none."""
+ARGUMENT_WORDS = 5
+"""Of a kernel's argument: `BlockArgument.words`."""
 
 
 def most_blocks(num_routed: int, num_experts: int) -> int:
@@ -88,33 +87,39 @@ def group(code: Code, num_experts: int, num_chosen: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlockArgument:
-    """An argument of a product that is made for each block."""
+    """An argument of a kernel that is made for each block."""
 
     value: int
+    """For the first block, or where the following say nothing else."""
     row_bytes: int = 0
+    """From a routed row to the next."""
+    block_bytes: int = 0
+    """From a block to the next."""
     by_expert: int = 0
     """Address of a table [E] int64 that stands for the value."""
     by_next_expert: int = 0
     """Likewise, for the expert of the next block."""
 
     @property
-    def words(self) -> tuple[int, int, int, int]:
-        return self.value, self.row_bytes, self.by_expert, self.by_next_expert
+    def words(self) -> tuple[int, int, int, int, int]:
+        return self.value, self.row_bytes, self.block_bytes, self.by_expert, self.by_next_expert
 
 
 def each_block(code: Code, num_arguments: int) -> str:
-    """Add the kernel that runs another one, a product, for the rows of a block; returns its name.
+    """Add the kernel that runs another one for the rows of a block; returns its name.
 
-    num_arguments: of the product, whose first is the number of rows. Items: for each block the product's items, as many
-    as a weight has panels. Arguments: a count that is not read, the product's address, its other arguments
-    [num_arguments - 1, ARGUMENT_WORDS] int64, panels, blocks.
+    num_arguments: of the other one, whose first is the number of rows. Items: `groups` for each block. Arguments: a
+    count that is not read, the other one's address, its other arguments [num_arguments - 1, ARGUMENT_WORDS] int64, then
+    as of `codegen.team.KernelLaunch` its share, groups and least; blocks.
     """
 
     def body(
-        emit: Emitter, item: Int, thread: Int, _: Int, product: Int, arguments: Int, panels: Int, blocks: Int
-    ) -> None:
+        emit: Emitter, item: Int, thread: Int, _: Int, kernel: Int, arguments: Int, share: Int, groups: Int, least: Int,
+        blocks: Int,
+    ) -> None:  # fmt: skip
         builder = emit.builder
-        record = blocks + item // panels * (BLOCK_WORDS * _WORD)
+        block, group = item // groups, item % groups
+        record = blocks + block * (BLOCK_WORDS * _WORD)
         expert, first, rows, following = (emit.load_int(record + word * _WORD) for word in range(BLOCK_WORDS))
         made = builder.alloca(_I64, size=num_arguments)
 
@@ -124,16 +129,20 @@ def each_block(code: Code, num_arguments: int) -> str:
         put(0, rows)
         for index in range(1, num_arguments):
             place = arguments + (index - 1) * (ARGUMENT_WORDS * _WORD)
-            value, row_bytes, own, other = (emit.load_int(place + word * _WORD) for word in range(ARGUMENT_WORDS))
-            # A table's address, or that of the value itself: no branch.
+            row_bytes, block_bytes, own, other = (emit.load_int(place + word * _WORD) for word in range(1, 5))
+            # Where the value is: in a table, or here. So there is no branch.
             at = (own + expert * _WORD).where(builder.not_(own.equals(0)), place)
             at = (other + following * _WORD).where(builder.not_(other.equals(0)), at)
-            del value
-            put(index, emit.load_int(at) + first * row_bytes)
+            put(index, emit.load_int(at) + first * row_bytes + block * block_bytes)
         kind = ir.FunctionType(ir.VoidType(), [_I64] * 3).as_pointer()
-        inner = item % panels
-        builder.call(
-            builder.inttoptr(product.value, kind), [builder.ptrtoint(made, _I64), inner.value, thread.value]
-        )
+        chunks = ((rows + (share - 1)) // share).where(builder.not_(rows.less(least)), 0)
 
-    return code.kernel(f"each_block_{num_arguments}", 5, body)
+        def chunk(index: Int, _: list[Vec]) -> None:
+            inner = index * groups + group
+            builder.call(
+                builder.inttoptr(kernel.value, kind), [builder.ptrtoint(made, _I64), inner.value, thread.value]
+            )
+
+        emit.loop(0, chunks, 1, chunk)
+
+    return code.kernel(f"each_block_{num_arguments}", 7, body)

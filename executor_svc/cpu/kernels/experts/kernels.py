@@ -12,25 +12,19 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.experts.blocks import (
-    ARGUMENT_WORDS,
-    BLOCK_WORDS,
-    BlockArgument,
-    each_block,
-    group,
-    most_blocks,
-)
+from executor_svc.cpu.kernels.experts.blocks import BLOCK_WORDS, BlockArgument, each_block, group, most_blocks
 from executor_svc.cpu.kernels.experts.choose import choose, scratch_bytes
 from executor_svc.cpu.kernels.experts.combine import combine
 from executor_svc.cpu.kernels.experts.weights import ExpertWeights, Stored
-from executor_svc.cpu.kernels.matmul_tiles import has_pairs
-from executor_svc.cpu.kernels.quantized.launches import RowForms
+from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.tensors import addresses as _addresses
 from executor_svc.cpu.kernels.tensors import dtype_of as _dtype
 from executor_svc.device.experts import Router, Routes
 from executor_svc.device.kernels import Linear
 from executor_svc.plan.arrays import IntArray
 
+_BY_BLOCK = ("tiles_", "int8_blocks_")
+"""What the names of memory begin with that has the rows of a block in tiles."""
 _ALL = 1 << 40
 """Of a share: the launch has one item."""
 
@@ -51,14 +45,16 @@ class CpuRoutes:
 
 @dataclass(slots=True)
 class _Call:
-    """A call of the linears of experts, whose products are launched for each block."""
+    """A call of the linears of experts, whose kernels are launched for each block."""
 
     routes: CpuRoutes
     weights: ExpertWeights
-    rows: list[Tensor]
-    """What has a row for each routed row."""
+    num_rows: int
+    """Of a block at most, and so of what is launched."""
+    advances: list[tuple[Tensor, BlockArgument]] = field(default_factory=list)
+    """Tensors with the rows of all blocks: how an address in their first row goes on."""
     arguments: list[IntArray] = field(default_factory=list)
-    """Of the products; the launches have their addresses."""
+    """Of the kernels; the launches have their addresses."""
 
 
 class CpuExpertLinear:
@@ -153,53 +149,68 @@ class CpuExpertKernels(CpuKernels):
         self._launch(KernelLaunch(kernel, "rows", 1, 1, arguments), num_rows)
         return y
 
-    # ------------------------------------------------------------------ products for each block
+    # ------------------------------------------------------------------ kernels for each block
 
     def each_expert(self, x: Tensor, routes: CpuRoutes, weights: ExpertWeights) -> tuple[Tensor, list[IntArray]]:
-        """Return the rows of experts' linears for routed rows x, and memory that a recording keeps addresses of."""
-        call = self._call = _Call(routes, weights, [x])
+        """Return the rows of experts' linears for routed rows x, and memory that a recording keeps addresses of.
+
+        The first expert's linear is launched over the rows of one block, and every launch becomes one over all blocks.
+        """
+        first = weights.first
+        call = self._call = _Call(routes, weights, min(len(x), ROWS_AT_ONCE))
+        call.advances.append((x, BlockArgument(0, row_bytes=x.nbytes // len(x))))
         try:
-            with self.routed(routes):
-                first = weights.first
-                return self.stored_linear(x, weights.parts, first.bias, first.out_features, x.dtype), call.arguments
+            y = self.stored_linear(x[: call.num_rows], first.parts, first.bias, first.out_features, x.dtype)
         finally:
             self._call = None
+        return next(made for made, _ in call.advances if made.data_ptr() == y.data_ptr()), call.arguments
 
     def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        made = super()._new(name, shape, dtype)
-        if self._call is not None:
-            self._call.rows.append(made)
-        return made
-
-    def _row_forms(self, x: Tensor) -> RowForms:
-        if self._call is None:
-            return super()._row_forms(x)
-        # Without tiles: a block may begin at any row.
-        return RowForms(x, x if has_pairs(self.isa, _dtype(x)) else self._widened(x), None)
-
-    def _launch_product(self, launch: KernelLaunch, count: int, weight: int) -> None:
         call = self._call
         if call is None:
+            return super()._new(name, shape, dtype)
+        rows, blocks = len(call.routes.sources), len(call.routes.blocks)
+        if name.startswith(_BY_BLOCK):
+            made = super()._new(name, (blocks, *shape), dtype)
+            call.advances.append((made, BlockArgument(0, block_bytes=made.nbytes // blocks)))
+            return made[0]
+        assert shape[0] == call.num_rows, name
+        made = super()._new(name, (rows, *shape[1:]), dtype)
+        call.advances.append((made, BlockArgument(0, row_bytes=made.nbytes // rows)))
+        return made[: call.num_rows]
+
+    def _launch_product(self, launch: KernelLaunch, count: int, weight: int) -> None:
+        if self._call is None:
             super()._launch_product(launch, count, weight)
             return
-        arguments = np.array([self._argument(call, each).words for each in launch.arguments], np.int64)
-        arguments[-1] = BlockArgument(weight, by_next_expert=call.weights.table(weight)).words
-        assert arguments.shape == (len(launch.arguments), ARGUMENT_WORDS)
-        call.arguments.append(arguments)
-        kernel = each_block(self.code, 1 + len(launch.arguments))
-        product = self.code.address(launch.kernel)
-        places = (product, arguments.ctypes.data, launch.groups, call.routes.blocks.data_ptr())
-        counted = call.routes.num_blocks.data_ptr()
         if self._recording is not None:
             self._recording.announce(None)
-        self._launch(KernelLaunch(kernel, "rows", _ALL, launch.groups, places, counted_at=counted), count)
+        self._each_block(self._call, launch, [BlockArgument(weight, by_next_expert=self._call.weights.table(weight))])
+
+    def _launch(self, launch: KernelLaunch, count: int) -> None:
+        if self._call is None:
+            super()._launch(launch, count)
+        else:
+            self._each_block(self._call, launch, [])
+
+    def _each_block(self, call: _Call, launch: KernelLaunch, last: list[BlockArgument]) -> None:
+        """Launch a kernel for each block; last: its last argument, if it is made otherwise than the others."""
+        given = launch.arguments[: len(launch.arguments) - len(last)]
+        made = [*(self._argument(call, each) for each in given), *last]
+        arguments = np.array([each.words for each in made], np.int64)
+        call.arguments.append(arguments)
+        kernel = each_block(self.code, 1 + len(made))
+        how = launch.share, launch.groups, launch.least
+        places = (self.code.address(launch.kernel), arguments.ctypes.data, *how, call.routes.blocks.data_ptr())
+        counted = call.routes.num_blocks.data_ptr()
+        over_all = KernelLaunch(kernel, "rows", _ALL, launch.groups, places, counted_at=counted)
+        super()._launch(over_all, len(call.routes.sources))
 
     def _argument(self, call: _Call, value: int) -> BlockArgument:
-        """Return what becomes of a product's argument: of an address in rows, or in the first expert's weight."""
-        for rows in call.rows:
-            row_bytes = rows.nbytes // len(rows)
-            if rows.data_ptr() <= value < rows.data_ptr() + row_bytes:
-                return BlockArgument(value, row_bytes=row_bytes)
+        """Return what becomes of an argument: of an address in rows, or in the first expert's weight."""
+        for tensor, advance in call.advances:
+            if 0 <= value - tensor.data_ptr() < (advance.row_bytes or advance.block_bytes):
+                return replace(advance, value=value)
         return BlockArgument(value, by_expert=call.weights.table(value))
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.quantized.launches import DensePart, PackedWeightPart, Part
+from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart, Part
 from executor_svc.plan.arrays import IntArray
 
 
@@ -45,11 +44,6 @@ class ExpertWeights:
         """The first expert's linear."""
         return self._linears[0]
 
-    @property
-    def parts(self) -> list[Part]:
-        """The first expert's parts, read without tiles: these would change no bit, but a block begins at any row."""
-        return [_without_tiles(part) for part in self.first.parts]
-
     def table(self, value: int) -> int:
         """Return the address of a table [E] int64 of what an argument is for each expert; 0: the same for all.
 
@@ -77,9 +71,3 @@ def _places(linear: Stored) -> list[tuple[int, int]]:
     tensors = [part.packed if isinstance(part, PackedWeightPart) else part.panels for part in linear.parts]
     bias = torch.empty(0) if linear.bias is None else linear.bias
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in (*tensors, bias)]
-
-
-def _without_tiles(part: Part) -> Part:
-    if isinstance(part, DensePart) or part.int8 is None:
-        return part
-    return replace(part, int8=replace(part.int8, tiled=False))

@@ -21,7 +21,9 @@ ROUTERS = {
     "gpt-oss": Router(32, 4, scores="logits", weighing="softmax"),
     "granite": Router(40, 8, scores="logits", weighing="softmax"),
     "deepseek v3": Router(64, 6, scores="sigmoid", groups=8, kept_groups=4, epsilon=1e-20, factor=2.5, rounded=False),
-    "deepseek v2": Router(64, 6, weighing="scores", groups=8, kept_groups=3, two_best=False, factor=16.0, rounded=False),
+    "deepseek v2": Router(
+        64, 6, weighing="scores", groups=8, kept_groups=3, two_best=False, factor=16.0, rounded=False
+    ),
     "lfm2": Router(32, 4, scores="sigmoid", rounded_scores=True, epsilon=1e-6),
     "ernie": Router(64, 6, least_sum=1e-12),
     "odd": Router(5, 3, scores="sigmoid"),

@@ -216,9 +216,12 @@ class SafetensorsWeights(Weights):
 
     def _expert_of(self, name: str) -> tuple[str, int | None]:
         """Return the tensor that holds `name`, and its place there: some checkpoints have one for all experts."""
-        found = None if name in self._places else re.fullmatch(r"(.+)\.(\d+)\.weight", name)
-        whole = name if found is None else f"{found[1]}.weight"
-        return (name, None) if found is None or whole not in self._places else (whole, int(found[2]))
+        found = None if name in self._places else re.fullmatch(r"(.+)\.(\d+)((?:\.\w+)?)\.weight", name)
+        for whole in () if found is None else (f"{found[1]}{found[3]}.weight", f"{found[1]}{found[3]}"):
+            if whole in self._places:
+                assert found is not None
+                return whole, int(found[2])
+        return name, None
 
     def holds(self, name: str) -> bool:
         """As in `Weights`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from executor_svc.device.experts import ExpertKernels, ExpertLinear
 from executor_svc.device.kernels import Linear
 from executor_svc.models.base import Builder, ModelConfigError, WeightSource
-from executor_svc.models.layers.experts import Choice, Experts
+from executor_svc.models.layers.experts import ExpertChoice, Experts
 from executor_svc.models.layers.mlp import GATED, GatedMlp, Mlp
 from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.spec import DecoderSpec, ExpertsSpec, into_rows
@@ -41,7 +41,7 @@ class ExpertsWeights:
                 gate = self._small(f"{prefix}{names.shared_gate}", (1, hidden), self._builder.dtype)
         return Experts(choice, gate_up, second, self._activate, shared, gate, self._kernels)
 
-    def _choice(self, prefix: str, experts: ExpertsSpec) -> Choice:
+    def _choice(self, prefix: str, experts: ExpertsSpec) -> ExpertChoice:
         count, names = experts.router.num_experts, experts.names
         dtype = torch.float32 if experts.router_in_float32 else self._builder.dtype
         linear = self._small(prefix + names.router, (count, self._spec.hidden_size), dtype)
@@ -49,7 +49,7 @@ class ExpertsWeights:
         if names.choice_bias is not None:
             shape = (1, count) if names.choice_bias_row else (count,)
             bias = self._weights.get(prefix + names.choice_bias, shape, torch.float32).flatten()
-        return Choice(linear, experts.router, experts.router_in_float32, bias)
+        return ExpertChoice(linear, experts.router, experts.router_in_float32, bias)
 
     def _small(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Linear:
         """Return a dense linear of few rows."""

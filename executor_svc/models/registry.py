@@ -129,9 +129,9 @@ def has_no_head(names: Sequence[str]) -> bool:
 
 def unknown_architecture(names: Sequence[str], model_type: object) -> str:
     """Return the error message for architectures that neither Cadenza nor transformers supports."""
-    given, supported = ", ".join(names)[:_MOST_NAMED] or "none", ", ".join(sorted(ARCHITECTURES))
+    given = ", ".join(names)[:_MOST_NAMED] or "none"
     return (
-        f"architecture {given} in config.json, with model_type {brief(model_type)}, is not supported; "
-        f"supported: {supported}, and most causal LMs of transformers, such as "
-        "GPTNeoXForCausalLM (docs/models.md)"
+        f"architecture {given} in config.json, with model_type {brief(model_type)}, is not supported; supported: the "
+        f"{len(ARCHITECTURES)} of docs/models.md, such as LlamaForCausalLM, and most causal LMs of transformers, such "
+        "as GPTNeoXForCausalLM"
     )

@@ -53,10 +53,10 @@ def test_family(tmp_path: Path, name: str) -> None:
     check_bits_of_chunks(check_bfloat16(folder, random_prompts(VOCABULARY, (90,))[0]))
 
 
-def check_greedy(folder: Path, reference: Path) -> None:
+def check_greedy(folder: Path, reference: Path, **options: Any) -> None:
     """Our tokens of a folder's model equal those of transformers of another folder's."""
     prompts, model = random_prompts(VOCABULARY, LENGTHS), transformers_model(reference)
-    found = our_greedy(Model(folder), prompts, NEW_TOKENS)
+    found = our_greedy(Model(folder, **options), prompts, NEW_TOKENS)
     equal = sum(
         compare(ours, transformers_greedy(model, prompt, NEW_TOKENS), CLOSE)
         for prompt, ours in zip(prompts, found, strict=True)

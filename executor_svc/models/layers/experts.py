@@ -14,7 +14,7 @@ from executor_svc.models.layers.mlp import Mlp
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExpertChoice:
     """How rows choose experts: the linear of their logits, and what follows."""
 
     linear: Linear
@@ -31,7 +31,7 @@ class Experts:
 
     def __init__(
         self,
-        choice: Choice,
+        choice: ExpertChoice,
         gate_up: ExpertLinear,
         down: ExpertLinear,
         activate: Callable[[Tensor], Tensor],

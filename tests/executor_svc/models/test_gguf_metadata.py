@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"llama.block_count": 0}, "metadata llama.block_count must be an integer of at least 1, not 0"),
     "many layers": ({"llama.block_count": 2**31}, "num_hidden_layers must be at most 10000, not 2147483648"),
     "a text": ({"llama.embedding_length": "64"}, "metadata llama.embedding_length must be an integer"),
-    "experts": ({"llama.expert_count": 8}, "num_experts is 8: mixtures of experts are not supported"),
+    "experts": ({"llama.expert_count": 8}, "metadata llama.expert_used_count is missing"),
     "values": ({"llama.attention.value_length": 8}, "metadata llama.attention.value_length must be the key length, 16"),
     "layers differ": ({"llama.attention.head_count_kv": [2, 4]}, "head_count_kv must be one positive integer for all"),
     "partial rope": ({"llama.rope.dimension_count": 8}, "rope.dimension_count must be the size of a head, 16, not 8"),

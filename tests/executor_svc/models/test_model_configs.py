@@ -17,7 +17,7 @@ from executor_svc.models.config_fields import Fields
 from executor_svc.models.registry import ARCHITECTURES
 from executor_svc.models.rope_fields import ROPE_TYPES
 from executor_svc.models.spec import DecoderSpec
-from tests.checkpoints import FAMILIES, NEWER
+from tests.checkpoints import FAMILIES, MIXTURES, NEWER
 from tests.helpers.paths import ROOT
 
 MODELS_PAGE = ROOT / "docs" / "models.md"
@@ -48,6 +48,14 @@ NAMES = {
     "starcoder2": "Starcoder2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 SIZES = {
     "vocab_size": 97,
@@ -60,7 +68,10 @@ SIZES = {
 }
 WRAPPED = ("gemma3", "mistral3")
 """Their decoder's fields are in `text_config`."""
-ALWAYS: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 6}}
+ALWAYS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": ["attention"] * 6},
+    **{family: {"num_experts": 8, "num_experts_per_tok": 2} for family in MIXTURES},
+}
 LONG = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 LLAMA3 = {
     "factor": 8.0,
@@ -374,7 +385,7 @@ def check_refusals(family: str, tries: Iterable[dict[str, Any]]) -> None:
         assert message.isprintable()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "mimo", *NEWER, *WRAPPED])
+@pytest.mark.parametrize("family", [*FAMILIES, "mimo", *NEWER, *WRAPPED, *MIXTURES])
 def test_any_value_of_any_field_is_read_or_refused_in_one_line(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each field that is read is given each of these."""
     seen: set[str] = set()
@@ -417,7 +428,7 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_page_lists_the_architectures() -> None:
     assert [row[0].strip("`") for row in rows("Architectures")] == sorted(ARCHITECTURES)
-    assert set(NAMES) == {*FAMILIES, *NEWER, *WRAPPED, "mimo"}, (
+    assert set(NAMES) == {*FAMILIES, *NEWER, *WRAPPED, *MIXTURES, "mimo"}, (
         "transformers has no code for MiMo: tests make its checkpoints from Qwen2's"
     )
     assert set(NAMES.values()) == set(ARCHITECTURES)

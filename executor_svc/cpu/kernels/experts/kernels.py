@@ -15,7 +15,7 @@ from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.experts.blocks import BLOCK_WORDS, BlockArgument, each_block, group, most_blocks
 from executor_svc.cpu.kernels.experts.choose import choose, scratch_bytes
 from executor_svc.cpu.kernels.experts.combine import combine
-from executor_svc.cpu.kernels.experts.weights import ExpertWeights, Stored
+from executor_svc.cpu.kernels.experts.weights import ExpertWeights, StoredExpert
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.tensors import addresses as _addresses
 from executor_svc.cpu.kernels.tensors import dtype_of as _dtype
@@ -60,7 +60,7 @@ class _Call:
 class CpuExpertLinear:
     """Implements `device.experts.ExpertLinear`."""
 
-    def __init__(self, linears: Sequence[Stored], kernels: CpuExpertKernels) -> None:
+    def __init__(self, linears: Sequence[StoredExpert], kernels: CpuExpertKernels) -> None:
         self._weights = ExpertWeights(linears)
         self._kernels = kernels
         self._arguments: list[IntArray] = []
@@ -214,6 +214,6 @@ class CpuExpertKernels(CpuKernels):
         return BlockArgument(value, by_expert=call.weights.table(value))
 
 
-def _stored(linear: Linear) -> Stored:
-    assert isinstance(linear, Stored), f"no linear of an expert: {linear}"
+def _stored(linear: Linear) -> StoredExpert:
+    assert isinstance(linear, StoredExpert), f"no linear of an expert: {linear}"
     return linear

@@ -14,7 +14,7 @@ from executor_svc.plan.arrays import IntArray
 
 
 @runtime_checkable
-class Stored(Protocol):
+class StoredExpert(Protocol):
     """A linear whose weight is in parts."""
 
     in_features: int
@@ -28,7 +28,7 @@ class Stored(Protocol):
 class ExpertWeights:
     """The linears of experts, of one shape and the same formats."""
 
-    def __init__(self, linears: Sequence[Stored]) -> None:
+    def __init__(self, linears: Sequence[StoredExpert]) -> None:
         """Raises ValueError for linears that are not alike."""
         self._linears = list(linears)
         self._tables: dict[int, IntArray] = {}
@@ -40,7 +40,7 @@ class ExpertWeights:
             raise ValueError("columns of experts in another order (GPTQ's act-order) are not supported")
 
     @property
-    def first(self) -> Stored:
+    def first(self) -> StoredExpert:
         """The first expert's linear."""
         return self._linears[0]
 
@@ -58,7 +58,7 @@ class ExpertWeights:
         return 0 if found is None else int(found.ctypes.data)
 
 
-def _kind(linear: Stored) -> tuple[object, ...]:
+def _kind(linear: StoredExpert) -> tuple[object, ...]:
     parts = [
         (part.layout, part.rows, part.int8) if isinstance(part, PackedWeightPart) else (part.panels.shape, part.rows)
         for part in linear.parts
@@ -66,7 +66,7 @@ def _kind(linear: Stored) -> tuple[object, ...]:
     return linear.in_features, linear.out_features, linear.bias is None, tuple(parts)
 
 
-def _places(linear: Stored) -> list[tuple[int, int]]:
+def _places(linear: StoredExpert) -> list[tuple[int, int]]:
     """Return the address and bytes of each part and of the bias."""
     tensors = [part.packed if isinstance(part, PackedWeightPart) else part.panels for part in linear.parts]
     bias = torch.empty(0) if linear.bias is None else linear.bias

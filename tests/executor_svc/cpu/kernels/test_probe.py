@@ -55,7 +55,7 @@ def test_every_number_of_rows_that_drafts_bring_is_tried(max_drafts: int, monkey
     options = {"speculative": "suffix", "num_speculative_tokens": max_drafts}
     device = CpuDevice(ExecutorConfig(model="m", num_threads=1, **options))
     linear = OtherBits(torch.ones(5, 8), None, CpuKernels())
-    monkeypatch.setattr(device, "_linears", {"key": ("a", linear)})
+    monkeypatch.setattr(device, "_linears", {"key": ("a", linear, torch.float32)})
     for count in {*range(1, min(max_drafts, 11) + 2), max_drafts + 1}:
         linear.other = (count,)
         with pytest.raises(NumericsError, match=f"a row has other bits among {count} rows than among 64"):

@@ -1,0 +1,148 @@
+"""Mixtures of experts: what is refused and by which name, what is read and how, and models that share no kernels."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from executor_svc.device.ranks import Share
+from executor_svc.models.adapters.modules import decoder_modules
+from executor_svc.models.base import ModelConfigError
+from executor_svc.models.folder import LoaderError
+from executor_svc.models.parallel.split import check_split, spec_of
+from tests.checkpoints import MIXTURES, make_checkpoint
+from tests.executor_svc.driver import Model
+from tests.executor_svc.models.test_model_configs import read
+from tests.helpers.models.golden import random_prompts
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_moe", {"num_experts": 2**40}, "num_experts must be at most 4096"),
+    ("qwen3_moe", {"num_experts": -1}, "num_experts must be a positive integer, not -1"),
+    ("qwen3_moe", {"num_experts": None}, "num_experts must be a positive integer, not None"),
+    ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts to choose"),
+    ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer, not 0"),
+    ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers must be a list of layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer, not 0"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": "9"}, "shared_expert_intermediate_size must be a positive int"),
+    ("glm4_moe", {"n_group": 3}, "n_group 3 does not divide the number of experts, 8"),
+    ("glm4_moe", {"n_group": 2, "topk_group": 3}, "topk_group 3 is more than n_group 2"),
+    ("glm4_moe", {"n_group": 8}, "num_experts_per_tok 2 is more than the 1 experts to choose"),
+    ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor must be a number above 0, not 0"),
+    ("glm4_moe", {"n_shared_experts": -1}, "n_shared_experts must be a positive integer, not -1"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0: clipped queries, keys and values are not supported"),
+    ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": [1, 2]}, "moe_topk must be a positive integer"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "message"), REFUSED, ids=[f"{f}-{m[:40]}" for f, _, m in REFUSED])
+def test_refused(family: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=f"^config.json: .*{re.escape(message)}"):
+        read(family, **fields)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("mixture"), "glm4_moe")
+
+
+def copy(folder: Path, target: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return target
+
+
+EXPERTS = "model.layers.2.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(f"{EXPERTS}.5.up_proj.weight"), r"experts\.5\.up_proj\.weight is missing"),
+        (lambda tensors: tensors.pop("model.layers.2.mlp.gate.weight"), r"mlp\.gate\.weight is missing"),
+        (
+            lambda tensors: tensors.update({f"{EXPERTS}.8.up_proj.weight": torch.ones(24, 40)}),
+            r"1 tensors that the model does not use: model\.layers\.2\.mlp\.experts\.8\.up_proj\.weight",
+        ),
+        (
+            lambda tensors: tensors.update({f"{EXPERTS}.3.down_proj.weight": torch.ones(40, 25)}),
+            r"experts\.3\.down_proj\.weight has shape \[40, 25\], config.json says \[40, 24\]",
+        ),
+    ],
+)
+def test_tensors_that_are_not_those_of_the_config(folder: Path, tmp_path: Path, change: Any, message: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    with pytest.raises(LoaderError, match=message):
+        Model(copy(folder, tmp_path / "changed", tensors))
+
+
+@pytest.mark.parametrize("count", [8, 7, 9])
+def test_a_tensor_may_have_the_matrices_of_all_experts(folder: Path, tmp_path: Path, count: int) -> None:
+    """As those of Qwen3.5 and Granite; of more or fewer experts it is refused."""
+    tensors = load_file(folder / "model.safetensors")
+    (prompt,) = random_prompts(131, (30,))
+    wanted = Model(folder).whole(prompt)
+    for layer in (1, 2):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            matrices = [tensors.pop(f"{prefix}.{expert}.{name}.weight") for expert in range(8)]
+            tensors[f"{prefix}.{name}.weight"] = torch.stack([*matrices, matrices[0]][:count])
+    changed = copy(folder, tmp_path / "changed", tensors)
+    if count == 8:
+        assert torch.equal(Model(changed).whole(prompt), wanted)
+        return
+    with pytest.raises(LoaderError, match=r"and no matrix 7|6 tensors that the model does not use"):
+        Model(changed)
+
+
+def test_the_bias_of_the_choice_stays_in_float32(folder: Path, tmp_path: Path) -> None:
+    """Two experts are equal but for a bias that is smaller than bfloat16's step."""
+    tensors = load_file(folder / "model.safetensors")
+    for layer in (1, 2):
+        bias, gate = (f"model.layers.{layer}.mlp.gate.{name}" for name in ("e_score_correction_bias", "weight"))
+        tensors[bias] = torch.full((8,), 1.0)
+        tensors[bias][7] += 2**-12
+        tensors[gate][:] = 0.0
+    chosen = Model(copy(folder, tmp_path / "changed", tensors), dtype="bfloat16")
+    tensors = {
+        name: torch.zeros_like(tensor) if ".experts." in name and ".7." not in name and ".0." not in name else tensor
+        for name, tensor in tensors.items()
+    }
+    (prompt,) = random_prompts(131, (9,))
+    alike = Model(copy(folder, tmp_path / "without", tensors), dtype="bfloat16")
+    assert torch.equal(chosen.whole(prompt), alike.whole(prompt)), "experts beside 7 and 0 were chosen"
+
+
+def test_a_checkpoint_with_nan_in_an_expert_is_refused(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{EXPERTS}.3.down_proj.weight"][0, 0] = float("nan")
+    with pytest.raises(LoaderError, match=r"hold NaN or infinite numbers: .*experts\.3\.down_proj"):
+        Model(copy(folder, tmp_path / "changed", tensors))
+
+
+def test_ranks_are_refused_by_name() -> None:
+    with pytest.raises(ModelConfigError, match="mixtures of experts are not divided among ranks"):
+        check_split(read("qwen3_moe"), 2)
+    assert spec_of(read("qwen3_moe"), Share()).has_experts
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_adapters_change_attention_head_and_embeddings_alone(family: str) -> None:
+    modules = decoder_modules(read(family))
+    assert {module.linear for module in modules.values()} == {"attention.qkv", "attention.output", "lm_head", None}
+
+
+def test_without_kernels_of_experts_a_mixture_runs_through_transformers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr("executor_svc.models.loading.ExpertKernels", type("None_", (), {}))
+    assert Model(folder, numerics="fast").device.numerics == "fast"
+    with pytest.raises(LoaderError, match="Glm4MoeForCausalLM runs through transformers' own code"):
+        Model(folder, numerics="exact")

@@ -281,7 +281,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "architecture GPTNeoXForCausalLM in config.json, with model_type 'new', is not supported",
     ),
-    ("gpt_neox", {"architectures": ["NewForCausalLM"]}, {}, "architecture NewForCausalLM .*docs.models.md.*of transformers"),
+    (
+        "gpt_neox",
+        {"architectures": ["NewForCausalLM"]},
+        {},
+        "architecture NewForCausalLM .*docs.models.md.*of transformers",
+    ),
     ("gpt_neox", {"hidden_size": 10**7}, {}, r"weights for --max-model-len 2048 take \d{15,} bytes .* are free"),
     ("gpt_neox", {}, {"max_model_len": 2049}, "--max-model-len 2049: the model supports at most 2048 positions"),
     ("gpt2", {"n_positions": None}, {}, "transformers cannot read config.json: .*'n_positions'"),

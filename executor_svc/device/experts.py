@@ -99,6 +99,13 @@ class ExpertKernels(Kernels, Protocol):
         """Inside, operations are on routed rows, such as activations."""
         ...
 
+    def clipped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """Return (up + 1) * gate * sigmoid(alpha * gate) of gate_up [T * K, 2 * intermediate].
+
+        gate is at most limit, up between -limit and limit; rounded after each operation.
+        """
+        ...
+
     def expert_linear(self, linears: Sequence[Linear]) -> ExpertLinear:
         """Return the linears of experts 0 to E - 1, of one shape and one format each place, as one."""
         ...

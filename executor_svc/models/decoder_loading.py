@@ -26,6 +26,7 @@ from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_
 from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.tensor_names import TensorNames
 from executor_svc.models.gguf.weights import GgufWeights, read_vector
+from executor_svc.models.gpt_oss_weights import GptOssWeights
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
 from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.parallel.source import RankSource
@@ -305,8 +306,15 @@ def folder_weights(
     """
     if config.load_format == "dummy":
         return DummyWeights(config.seed, device.dtype, device.torch_device)
+    if content.get("model_type") == "gpt_oss" and layer_names is not None and _method(content) in (None, "mxfp4"):
+        return GptOssWeights(folder, device.dtype, device.torch_device, layer_names=layer_names)
     quantization = read_quantization(folder, content)
     return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization, layer_names)
+
+
+def _method(content: dict[str, Any]) -> object:
+    """Return the quant_method that config.json names."""
+    return Fields(content).section("quantization_config").get("quant_method")
 
 
 def _saved(

@@ -39,28 +39,34 @@ class ExpertsWeights:
             shared = self._shared(prefix, experts)
             if names.shared_gate is not None:
                 gate = self._small(f"{prefix}{names.shared_gate}", (1, hidden), self._builder.dtype)
-        return Experts(choice, gate_up, second, self._activate, shared, gate, self._kernels)
+        return Experts(choice, gate_up, second, self._activate(experts), shared, gate, self._kernels)
 
     def _choice(self, prefix: str, experts: ExpertsSpec) -> ExpertChoice:
         count, names = experts.router.num_experts, experts.names
         dtype = torch.float32 if experts.router_in_float32 else self._builder.dtype
-        linear = self._small(prefix + names.router, (count, self._spec.hidden_size), dtype)
+        linear = self._small(prefix + names.router, (count, self._spec.hidden_size), dtype, experts.biased)
         bias: Tensor | None = None
         if names.choice_bias is not None:
             shape = (1, count) if names.choice_bias_row else (count,)
             bias = self._weights.get(prefix + names.choice_bias, shape, torch.float32).flatten()
         return ExpertChoice(linear, experts.router, experts.router_in_float32, bias)
 
-    def _small(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Linear:
+    def _small(self, name: str, shape: tuple[int, int], dtype: torch.dtype, biased: bool = False) -> Linear:
         """Return a dense linear of few rows."""
         wanted = None if dtype == self._builder.dtype else dtype
         weight = self._weights.get(f"{name}.weight", shape, wanted)
-        return self._builder.prepare_linear("experts.router", weight)
+        bias = self._weights.get(f"{name}.bias", shape[:1], wanted) if biased else None
+        return self._builder.prepare_linear("experts.router", weight, bias)
 
     def _each(self, prefix: str, experts: ExpertsSpec, rows: dict[str, int], columns: int) -> ExpertLinear:
         """Return the fused linears of these names, one for each expert."""
         linears = [
-            self._linear("experts", {prefix + name.format(expert): count for name, count in rows.items()}, columns)
+            self._linear(
+                "experts",
+                {prefix + name.format(expert): count for name, count in rows.items()},
+                columns,
+                experts.biased,
+            )
             for expert in range(experts.router.num_experts)
         ]
         try:
@@ -68,9 +74,12 @@ class ExpertsWeights:
         except ValueError as error:
             raise ModelConfigError(f"{prefix}{next(iter(rows)).format(0)} and others: {error}") from None
 
-    def _linear(self, name: str, rows: dict[str, int], columns: int) -> Linear:
+    def _linear(self, name: str, rows: dict[str, int], columns: int, biased: bool = False) -> Linear:
         parts = [self._weights.open_linear(each, (count, columns)) for each, count in rows.items()]
-        return self._builder.prepare_linear(name, linear_weight(parts, self._builder.dtype))
+        bias = None
+        if biased:
+            bias = torch.cat([self._weights.get(f"{each}.bias", (count,)) for each, count in rows.items()])
+        return self._builder.prepare_linear(name, linear_weight(parts, self._builder.dtype), bias)
 
     def _shared(self, prefix: str, experts: ExpertsSpec) -> Mlp:
         names, hidden, activation = experts.names, self._spec.hidden_size, self._spec.activation
@@ -80,7 +89,9 @@ class ExpertsWeights:
         assert activation in GATED
         return GatedMlp(gate_up, down, activation, self._kernels)
 
-    @property
-    def _activate(self) -> Callable[[Tensor], Tensor]:
+    def _activate(self, experts: ExpertsSpec) -> Callable[[Tensor], Tensor]:
+        clipped = experts.activation
+        if clipped is not None:
+            return lambda gate_up: self._kernels.clipped_swiglu(gate_up, clipped.alpha, clipped.limit)
         activations = {"silu": self._kernels.silu_mul, "gelu_tanh": self._kernels.gelu_tanh_mul}
         return activations[self._spec.activation]

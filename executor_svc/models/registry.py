@@ -12,6 +12,7 @@ from executor_svc.models.families.ernie import read_ernie
 from executor_svc.models.families.exaone import read_exaone4
 from executor_svc.models.families.gemma import read_gemma2, read_gemma3
 from executor_svc.models.families.glm4 import read_glm4
+from executor_svc.models.families.gpt_oss import read_gpt_oss
 from executor_svc.models.families.granite import read_granite, read_granite_4
 from executor_svc.models.families.hunyuan import read_hunyuan
 from executor_svc.models.families.llama import read_llama, read_seed_oss, read_smollm3
@@ -46,6 +47,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Gemma3ForConditionalGeneration": read_gemma3_wrapped,
     "Glm4ForCausalLM": read_glm4,
     "Glm4MoeForCausalLM": read_glm4_moe,
+    "GptOssForCausalLM": read_gpt_oss,
     "GraniteForCausalLM": read_granite,
     "GraniteMoeHybridForCausalLM": read_granite_4,
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
@@ -87,6 +89,7 @@ _MODEL_TYPES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",

@@ -9,6 +9,7 @@ from typing import Literal
 
 from executor_svc.device.experts import Router
 from executor_svc.device.kernels import HeadNormKind
+from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
@@ -77,6 +78,10 @@ class ExpertsSpec:
     """Whether rows and weight of the router are float32, in a narrower model too."""
     shared_size: int = 0
     """The intermediate size of what all tokens share; 0: nothing."""
+    biased: bool = False
+    """Whether the router and the experts have biases."""
+    activation: ClippedSwiglu | None = None
+    """None: the model's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,7 @@ CASES = {
     "llama, low bits": Case("llama", low_bits, WIDE),
     "ernie4_5_moe": Case("ernie4_5_moe", mixed, {"moe_intermediate_size": 32, "moe_layer_end_index": -1}),
     "glm4_moe": Case("glm4_moe", shape={**HEADS, "moe_intermediate_size": 32}),
+    "gpt_oss, all in F32": Case("gpt_oss", all_of(Type.F32), HEADS),
     "hunyuan_moe": Case("hunyuan_v1_moe", mixed, HEADS),
     "minimax_m2": Case("minimax_m2", shape={**HEADS, "rotary_dim": 8}),
     "mixtral": Case("mixtral", mixed, HEADS),

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from cadenza import AsyncClient, SamplingParams
 from executor_svc.models.folder import LoaderError
-from tests.checkpoints import MIXTURES, blend, make_checkpoint
+from tests.checkpoints import MIXTURES, blend, edit_config, make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.golden.test_model_families import serve
 from tests.golden.test_newer_families import LENGTHS, NEW_TOKENS, VOCABULARY, check_greedy
@@ -22,7 +24,7 @@ from tests.helpers.models.golden import (
     transformers_greedy,
     transformers_model,
 )
-from tests.helpers.models.quantized_layouts import quantize_checkpoint
+from tests.helpers.models.quantized_layouts import mxfp4, quantize_checkpoint
 from tests.helpers.services import executor_service, scheduler_service
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,6 +49,29 @@ def test_experts_in_few_bits(tmp_path: Path, layout: str) -> None:
     folder = make_checkpoint(tmp_path / "made", "qwen3_moe", **shape)
     quantized, dense = tmp_path / "quantized", tmp_path / "dense"
     quantize_checkpoint(folder, layout, quantized, dense)
+    check_greedy(quantized, dense, dtype="float32", quantized_activations="off")
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    """Blocks and scales of all experts in one tensor each, as the released models have them."""
+    shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    dense = make_checkpoint(tmp_path / "dense", "gpt_oss", **shape)
+    tensors, few_bits = load_file(dense / "model.safetensors"), {}
+    for name, tensor in list(tensors.items()):
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            few_bits[name] = tensor
+            continue
+        packed, rounded = zip(*(mxfp4(matrix.t().contiguous()) for matrix in tensor), strict=True)
+        tensors[name] = torch.stack(rounded).transpose(1, 2).contiguous()
+        codes = torch.stack([each["weight_packed"] for each in packed])
+        few_bits[f"{name}_blocks"] = codes.unflatten(-1, (-1, 16))
+        few_bits[f"{name}_scales"] = torch.stack([each["weight_scale"].view(torch.uint8) for each in packed])
+    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    save_file(few_bits, quantized / "model.safetensors", {"format": "pt"})
+    (quantized / "config.json").write_bytes((dense / "config.json").read_bytes())
+    edit_config(quantized, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     check_greedy(quantized, dense, dtype="float32", quantized_activations="off")
 
 

@@ -40,6 +40,40 @@ def gated(code: Code, activation: GatedActivation, dtype: Dtype, width: int) -> 
     return code.kernel(f"{activation}_{dtype}_{width}", 3, body)
 
 
+def clipped_swiglu(code: Code, dtype: Dtype, width: int, alpha: float, limit: float) -> str:
+    """Add the kernel y = (up + 1) * gate * sigmoid(alpha * gate), gate and up clipped; returns its name.
+
+    As `device.experts.ExpertKernels.clipped_swiglu`. Items and arguments: as of `gated`.
+    """
+    size = ITEM_BYTES[dtype]
+
+    def body(emit: Emitter, item: Int, _: Int, rows: Int, gate_up: Int, y: Int) -> None:
+        most, least = emit.vec(limit), emit.vec(-limit)
+
+        def row(index: Int, _: list[Vec]) -> None:
+            start, into = gate_up + index * (2 * width * size), y + index * (width * size)
+
+            def piece(offset: Int, count: int) -> None:
+                gate = _at_most(emit, emit.load(start + offset * size, dtype, count), most)
+                up = _at_most(emit, emit.load(start + (offset + width) * size, dtype, count), most)
+                up = where(emit, emit.builder.fcmp_ordered("<", up.value, least.value), least, up)
+                share = emit.vec(1.0) / (exp((gate * alpha).rounded(dtype) * -1.0) + 1.0)
+                glu = (gate * share.rounded(dtype)).rounded(dtype)
+                emit.store((up + 1.0).rounded(dtype) * glu, into + offset * size, dtype, count)
+
+            each_piece(emit, width, piece)
+
+        first = item * ROWS_AT_ONCE
+        emit.loop(first, (first + ROWS_AT_ONCE).least(rows), 1, row)
+
+    return code.kernel(f"clipped_swiglu_{dtype}_{width}_{alpha}_{limit}", 3, body)
+
+
+def _at_most(emit: Emitter, value: Vec, most: Vec) -> Vec:
+    """Return the smaller of both; NaN stays NaN."""
+    return where(emit, emit.builder.fcmp_ordered(">", value.value, most.value), most, value)
+
+
 def plain(code: Code, activation: PlainActivation, dtype: Dtype, width: int) -> str:
     """Add the kernel y = activation(x); returns its name.
 

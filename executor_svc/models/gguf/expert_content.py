@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from cadenza_common.gguf.file import GgufFile
+from executor_svc.models.families.common import MAX_LAYERS
 
 MIXTURES = {
     "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
     "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
     "llama": ("MixtralForCausalLM", "mixtral"),
     "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
@@ -58,9 +60,28 @@ def expert_content(file: GgufFile, architecture: str, content: dict[str, Any]) -
             found |= {"intermediate_size": shared or content["intermediate_size"]}
         case "minimax-m2":
             found |= {"intermediate_size": size}
+        case "gpt-oss":
+            found |= {"intermediate_size": size, **_gpt_oss(file, content)}
         case "olmoe":
             found |= {"intermediate_size": size}
     return found
+
+
+def _gpt_oss(file: GgufFile, content: dict[str, Any]) -> dict[str, Any]:
+    """The border of its YaRN is not rounded, which files do not say; without a pattern each second layer is full."""
+    pattern = file.metadata.get("gpt-oss.attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        pattern = [layer % 2 == 0 for layer in range(min(content["num_hidden_layers"], MAX_LAYERS))]
+    scaling = content.get("rope_scaling")
+    return {
+        "sliding_window": file.metadata.integer("gpt-oss.attention.sliding_window"),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in pattern],
+        **(
+            {"rope_scaling": scaling | {"truncate": False}}
+            if scaling
+            else {"rope_parameters": {"rope_type": "default"}}
+        ),
+    }
 
 
 def _glm(file: GgufFile, architecture: str, content: dict[str, Any]) -> dict[str, Any]:

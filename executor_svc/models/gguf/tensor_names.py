@@ -28,6 +28,7 @@ _LAYER = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "mlp.gate.wg": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
@@ -55,6 +56,7 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(_GEMMA, _GEMMA_NORMS),
     **dict.fromkeys(("exaone4", "olmo2"), _NORMS_AFTER),
     "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
@@ -81,6 +83,8 @@ class TensorNames:
             return f"blk.{expert[1]}.{known}.{expert[5]}"
         if bias := _CHOICE_BIAS.fullmatch(name):
             return f"blk.{bias[1]}.exp_probs_b.bias"
+        if name.endswith(".self_attn.sinks"):
+            return f"blk.{name.split('.')[2]}.attn_sinks.weight"
         part, _, kind = name.rpartition(".")
         if part in _ENDS:
             return f"{_ENDS[part]}.{kind}"

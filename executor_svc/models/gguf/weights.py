@@ -150,10 +150,8 @@ class GgufWeights(Weights):
 
     def _matrix(self, tensor: GgufTensor, index: int) -> GgufTensor:
         """Return one expert's matrix of the tensor of all."""
-        if len(tensor.shape) != 3 or index >= tensor.shape[0]:
-            raise LoaderError(
-                f"{tensor.path}: tensor {tensor.name} of shape {list(tensor.shape)} has no matrix {index}"
-            )
+        if len(tensor.shape) not in (2, 3) or index >= tensor.shape[0]:
+            raise LoaderError(f"{tensor.path}: tensor {tensor.name} of shape {list(tensor.shape)} has no part {index}")
         self._matrices.setdefault(tensor.name, set()).add(index)
         each, size = tensor.num_bytes // tensor.shape[0], tensor.shape[1:]
         name = f"{tensor.name}[{index}]"

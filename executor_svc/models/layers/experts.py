@@ -14,6 +14,14 @@ from executor_svc.models.layers.mlp import Mlp
 
 
 @dataclass(frozen=True, slots=True)
+class ClippedSwiglu:
+    """The activation of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with gate and up clipped by `limit`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertChoice:
     """How rows choose experts: the linear of their logits, and what follows."""
 

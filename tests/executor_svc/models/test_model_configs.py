@@ -50,6 +50,7 @@ NAMES = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "mixtral": "MixtralForCausalLM",

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
     "hunyuan_v1_moe": "hunyuan-moe",
     "minimax_m2": "minimax-m2",
     "mixtral": "llama",
@@ -90,7 +91,7 @@ def write_gguf(
         writer.kv_data[0].pop(key, None)
         _add(writer, key, value)
     for name, values in _tensors(folder, config, architecture):
-        kind = Type.F32 if values.ndim == 1 or name.endswith(ROUTERS) else kinds(name)
+        kind = Type.F32 if values.ndim == 1 or name.endswith((*ROUTERS, ".bias")) else kinds(name)
         writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
     for kind in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
         ends = (f".{layer}.mlp.act_fn.{kind}" for layer in range(config["num_hidden_layers"]))
@@ -193,7 +194,7 @@ def _names(architecture: str) -> gguf.TensorNameMap:
     return gguf.get_tensor_name_map(found, 100)
 
 
-_MIXTURES = ("ernie4_5-moe", "glm4moe", "hunyuan-moe", "minimax-m2", "olmoe", "qwen2moe", "qwen3moe")
+_MIXTURES = ("ernie4_5-moe", "glm4moe", "gpt-oss", "hunyuan-moe", "minimax-m2", "olmoe", "qwen2moe", "qwen3moe")
 _NEIGHBOURS = ("llama", "granite", "mistral3", "smollm3")
 
 
@@ -215,6 +216,9 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
     for name, values in _stored(folder):
         if ".act_fn." in name:
             continue
+        if architecture == "gpt-oss" and (".experts." in name or name.endswith("sinks")):
+            yield from _of_gpt_oss(name, values)
+            continue
         if expert := _EXPERT.search(name):
             experts.setdefault(gguf_name(name, architecture), []).append((int(expert[2]), values))
             continue
@@ -229,6 +233,18 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
         yield gguf_name(name, architecture), values
     for name, matrices in experts.items():
         yield name, np.stack([values for _, values in sorted(matrices, key=lambda each: each[0])])
+
+
+def _of_gpt_oss(name: str, values: Floats) -> Iterator[tuple[str, Floats]]:
+    """Yield the tensors of all experts, each as rows, gate and up by themselves; and sinks."""
+    layer = f"blk.{name.split('.')[2]}"
+    if name.endswith("sinks"):
+        yield f"{layer}.attn_sinks.weight", values
+        return
+    kind, rows = ("bias", values) if name.endswith("_bias") else ("weight", values.swapaxes(1, 2))
+    parts = {"down": rows} if ".down_proj" in name else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+    for part, each in parts.items():
+        yield f"{layer}.ffn_{part}_exps.{kind}", np.ascontiguousarray(each)
 
 
 def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> None:
@@ -312,6 +328,8 @@ def _write_experts(writer: Any, config: dict[str, Any]) -> None:
             writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
         case "minimax_m2":
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        case "gpt_oss":
+            writer.add_sliding_window(config["sliding_window"])
         case "glm4_moe":
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
             writer.add_expert_shared_count(config["n_shared_experts"])

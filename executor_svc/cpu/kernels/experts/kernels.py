@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor_svc.cpu.kernels import activation
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.experts.blocks import BLOCK_WORDS, BlockArgument, each_block, group, most_blocks
@@ -132,6 +133,13 @@ class CpuExpertKernels(CpuKernels):
             yield
         finally:
             self._times = before
+
+    def clipped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        width = gate_up.shape[1] // 2
+        y = self._new("activated", (len(gate_up), width), gate_up.dtype)
+        kernel = activation.clipped_swiglu(self.code, _dtype(gate_up), width, alpha, limit)
+        self._launch(KernelLaunch(kernel, "rows", activation.ROWS_AT_ONCE, 1, _addresses(gate_up, y)), len(gate_up))
+        return y
 
     def expert_linear(self, linears: Sequence[Linear]) -> CpuExpertLinear:
         return CpuExpertLinear([_stored(each) for each in linears], self)

@@ -11,7 +11,7 @@ from typing import Any
 from cadenza_common.gguf.file import GgufFile
 from cadenza_common.gguf.metadata import END_KEYS, END_TEXTS
 from executor_svc.models.folder import LoaderError
-from executor_svc.models.gguf.expert_content import MIXTURES, expert_content
+from executor_svc.models.gguf.expert_content import MAX_LAYERS, MIXTURES, expert_content
 from executor_svc.models.gguf.rope_content import VectorReader, rope_content, shortest
 
 _ARCHITECTURES = {
@@ -39,8 +39,6 @@ _ARCHITECTURES = {
 _MODEL_TYPES = {"gemma3": "gemma3_text", "hunyuan-dense": "hunyuan_v1_dense", "mistral3": "ministral3"}
 """Where config.json has another model_type than the name in GGUF."""
 _TABLE = "token_embd.weight"
-_MAX_LAYERS = 10_000
-"""As many as a config.json may have."""
 _LAYER_NORMS = {"cohere2": "layer_norm_eps", "nemotron": "norm_eps", "starcoder2": "norm_epsilon"}
 """Architectures with norms of mean and variance, and the field of their eps."""
 _EXAONE_32B = 64
@@ -214,7 +212,7 @@ def _layer_types(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]:
         return {}
     if isinstance(pattern, list):
         return {"layer_types": ["sliding_attention" if each else "full_attention" for each in pattern]}
-    every, count = metadata.integer(key), min(content["num_hidden_layers"], _MAX_LAYERS)
+    every, count = metadata.integer(key), min(content["num_hidden_layers"], MAX_LAYERS)
     types = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(count)]
     return {"layer_types": types}
 

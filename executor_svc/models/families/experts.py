@@ -8,10 +8,9 @@ from typing import Any
 
 from executor_svc.device.experts import Router
 from executor_svc.models.config_fields import Fields
+from executor_svc.models.gguf.expert_content import CHOSEN, COUNTS
 from executor_svc.models.spec import DecoderSpec, ExpertsSpec
 
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 _MOST_EXPERTS = 4096
 _MOST_CHOSEN = 64
 

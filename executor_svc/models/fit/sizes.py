@@ -12,9 +12,12 @@ from typing import Any
 from cadenza_common.gguf.file import GgufError, GgufFile
 from executor_svc.models.folder import LoaderError, find_weights, gguf_of, read_json
 from executor_svc.models.gguf.config_content import config_content
+from executor_svc.models.gguf.expert_content import CHOSEN, COUNTS
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 _DENSE = ("BF16", "F16", "F32", "F64")
+_EXPERTS, _EXPERTS_OF_GGUF = ".experts.", "_exps."
+"""In the names of tensors of experts."""
 _LENGTH_BYTES = 8
 _HEAD_MULTIPLE = 16
 """The CPU's kernels store heads in whole vectors."""
@@ -33,6 +36,8 @@ class ModelSizes:
     context_limit: int
     """Positions of the checkpoint."""
     dtype: str
+    unread_bytes: int = 0
+    """Of the experts that a token does not choose."""
 
     @property
     def weight_bytes(self) -> int:
@@ -55,7 +60,7 @@ def read_sizes(path: Path) -> ModelSizes:
     sizes = content | nested if isinstance(nested, dict) else content
     dtype = "bfloat16" if "bfloat16" in str(sizes.get("dtype") or sizes.get("torch_dtype")) else "float32"
     item = 2 if dtype == "bfloat16" else 4
-    weights = _folder_weights(path, item) if gguf is None else _gguf_weights(gguf, item)
+    weights, experts = _folder_weights(path, item) if gguf is None else _gguf_weights(gguf, item)
     heads, hidden = _integer(sizes, "num_attention_heads", 1), _integer(sizes, "hidden_size", 1)
     head_size = -(-_integer(sizes, "head_dim", max(1, hidden // heads)) // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
     layers, kv_heads = _integer(sizes, "num_hidden_layers", 1), _integer(sizes, "num_key_value_heads", heads)
@@ -65,7 +70,16 @@ def read_sizes(path: Path) -> ModelSizes:
         layers * 2 * kv_heads * head_size * item,
         _integer(sizes, "max_position_embeddings", 0),
         dtype,
+        round(experts * (1 - _chosen_share(sizes))),
     )
+
+
+def _chosen_share(sizes: dict[str, Any]) -> float:
+    """Return the share of experts that a token chooses; 1 without experts."""
+    count, chosen = (next((sizes[name] for name in names if sizes.get(name)), None) for names in (COUNTS, CHOSEN))
+    if not isinstance(count, int) or not isinstance(chosen, int):
+        return 1.0
+    return min(1.0, chosen / count)
 
 
 def _content(gguf: GgufFile) -> dict[str, Any]:
@@ -77,16 +91,22 @@ def _integer(sizes: dict[str, Any], name: str, default: int) -> int:
     return value if isinstance(value, int) and value > 0 else default
 
 
-def _gguf_weights(gguf: GgufFile, item: int) -> dict[str, int]:
+def _gguf_weights(gguf: GgufFile, item: int) -> tuple[dict[str, int], int]:
+    """Return the bytes by format, and those of experts."""
     found: Counter[str] = Counter()
-    for tensor in gguf.tensors.values():
+    experts = 0
+    for name, tensor in gguf.tensors.items():
         dense = tensor.type.name in _DENSE
-        found[tensor.type.name] += math.prod(tensor.shape) * item if dense else tensor.num_bytes
-    return dict(found)
+        size = math.prod(tensor.shape) * item if dense else tensor.num_bytes
+        found[tensor.type.name] += size
+        experts += size if _EXPERTS_OF_GGUF in name else 0
+    return dict(found), experts
 
 
-def _folder_weights(folder: Path, item: int) -> dict[str, int]:
+def _folder_weights(folder: Path, item: int) -> tuple[dict[str, int], int]:
+    """As `_gguf_weights`."""
     found: Counter[str] = Counter()
+    experts = 0
     files = find_weights(folder)
     for path in set(files.values()) if isinstance(files, dict) else {files}:
         try:
@@ -96,7 +116,9 @@ def _folder_weights(folder: Path, item: int) -> dict[str, int]:
                 if name != "__metadata__":
                     kind = tensor["dtype"]
                     size = item if kind in _DENSE else _ITEM_BYTES.get(kind, 1)
-                    found[kind] += math.prod(tensor["shape"]) * size
+                    num_bytes = math.prod(tensor["shape"]) * size
+                    found[kind] += num_bytes
+                    experts += num_bytes if _EXPERTS in name else 0
         except (OSError, ValueError, LookupError, TypeError, MemoryError, OverflowError) as error:
             raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error
-    return dict(found)
+    return dict(found), experts

@@ -58,9 +58,11 @@ def fit_lines(sizes: ModelSizes, room: Room) -> list[str]:
         f"(--max-num-seqs) with {min(tokens, room.max_num_seqs * length)} tokens together"
     )
     if room.read_rate is not None:
+        read = weights - sizes.unread_bytes
+        which = "all weights" if not sizes.unread_bytes else f"{human(read)} of weights, those of its experts"
         lines.append(
-            f"expected speed: about {room.read_rate / weights:.1f} tokens/s at most for one request: each token reads "
-            f"all weights, and this machine reads {room.read_rate / 1e9:.1f} GB/s (measured once)"
+            f"expected speed: about {room.read_rate / read:.1f} tokens/s at most for one request: each token reads "
+            f"{which}, and this machine reads {room.read_rate / 1e9:.1f} GB/s (measured once)"
         )
     return lines
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from cadenza_common.gguf.file import GgufFile
 
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
+"""The fields of config.json of how many experts a layer has, and a token chooses."""
 MAX_LAYERS = 10_000
 """As many as a config.json may have."""
 MIXTURES = {

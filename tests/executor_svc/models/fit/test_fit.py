@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
+from safetensors import safe_open
 
 from executor_svc.models.fit import read_rate as rates
 from executor_svc.models.fit.sizes import ModelSizes, read_sizes
 from executor_svc.models.fit.text import Room, fit_lines, fit_sentence
+from tests.checkpoints import make_checkpoint
+from tests.helpers.models.gguf_files import all_of, write_gguf
 from tests.helpers.paths import ROOT
 
 DEMO = ROOT / "models" / "cadenza-demo"
@@ -41,6 +45,20 @@ def test_the_words(room: Room, said: list[str]) -> None:
     for words in said:
         assert words in text
     assert room.fits(SIZES) == ("does not fit" not in text)
+
+
+def test_a_token_of_a_mixture_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "folder", "qwen3_moe")  # 2 of 8
+    file = write_gguf(folder, tmp_path / "model.gguf", all_of(GGMLQuantizationType.F32))
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        experts = sum(tensors.get_tensor(name).nbytes for name in tensors.keys() if ".experts." in name)  # noqa: SIM118
+    for path in (folder, file):
+        sizes = read_sizes(path)
+        assert sizes.unread_bytes in (experts * 6 // 8, experts * 6 // 16)  # a GGUF file is served in bfloat16
+        (*_, speed) = fit_lines(sizes, Room(100_000_000, read_rate=1e6))
+        rate = 1e6 / (sizes.weight_bytes - sizes.unread_bytes)
+        assert f"about {rate:.1f} tokens/s" in speed
+        assert "those of its experts" in speed
 
 
 def test_an_error_says_the_same(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from executor_svc.models.families.mistral import read_ministral3, read_mistral
 from executor_svc.models.families.mixtures import (
     read_ernie_moe,
     read_glm4_moe,
+    read_granite_moe,
     read_hunyuan_moe,
     read_minimax_m2,
     read_mixtral,
@@ -49,6 +50,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Glm4MoeForCausalLM": read_glm4_moe,
     "GptOssForCausalLM": read_gpt_oss,
     "GraniteForCausalLM": read_granite,
+    "GraniteMoeForCausalLM": read_granite_moe,
     "GraniteMoeHybridForCausalLM": read_granite_4,
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
@@ -91,6 +93,7 @@ _MODEL_TYPES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",

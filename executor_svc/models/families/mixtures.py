@@ -1,7 +1,8 @@
 """Families whose layers have experts: each a dense family with a router (`device.experts.Router`) and names.
 
 Qwen2-MoE and Qwen3-MoE (Yang et al., 2024, 2025), Mixtral (Jiang et al., 2024), OLMoE (Muennighoff et al., 2024),
-GLM-4.5 (Z.ai, 2025), ERNIE 4.5 (Baidu, 2025), Hunyuan A13B (Tencent, 2025), MiniMax M2 (MiniMax, 2025).
+GLM-4.5 (Z.ai, 2025), ERNIE 4.5 (Baidu, 2025), Granite 3 MoE (IBM, 2024), Hunyuan A13B (Tencent, 2025), MiniMax M2
+(MiniMax, 2025).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import MAX_LAYERS, read_common, uniform_rope
 from executor_svc.models.families.ernie import read_ernie_attention
 from executor_svc.models.families.experts import read_router, sparse_layers, with_experts, without_experts
+from executor_svc.models.families.granite import read_granite
 from executor_svc.models.families.hunyuan import read_hunyuan
 from executor_svc.models.families.mistral import read_mistral
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
@@ -27,6 +29,11 @@ _W_NAMES = ExpertNames(
     router="block_sparse_moe.gate",
     into=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
     down="block_sparse_moe.experts.{}.w2",
+)
+_GRANITE = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    into=("block_sparse_moe.input_linear.{}",),
+    down="block_sparse_moe.output_linear.{}",
 )
 _HUNYUAN = ExpertNames(
     router="mlp.gate.wg",
@@ -123,6 +130,13 @@ def read_ernie_moe(config: dict[str, Any]) -> DecoderSpec:
         shared_size=size * _count_from_0(fields, "moe_num_shared_experts", 2),
     )
     return with_experts(spec, experts, lambda layer: not first <= layer < end or bool((layer + 1) % interval))
+
+
+def read_granite_moe(config: dict[str, Any]) -> DecoderSpec:
+    """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
+    spec, fields = read_granite(without_experts(config)), Fields(config)
+    router = read_router(fields, scores="logits", weighing="softmax")
+    return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, _GRANITE))
 
 
 def read_hunyuan_moe(config: dict[str, Any]) -> DecoderSpec:

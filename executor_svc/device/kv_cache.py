@@ -9,15 +9,15 @@ A draft model or head has layers of its own in the same pages, perhaps with othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from executor_svc.device.host_memory import new_memory
 from executor_svc.device.kv_layout import KVLayout, LayerKV
-from executor_svc.plan.description import ModelGeometry
+from executor_svc.plan.description import LayerHeads, ModelGeometry
 
 BlockIds = Sequence[int] | Tensor
 
@@ -32,11 +32,21 @@ class DraftLayers:
 
 
 def model_layout(
-    geometry: ModelGeometry, head_size: int, draft: DraftLayers, block_size: int, dtype: torch.dtype
+    geometry: ModelGeometry, padded: Callable[[int], int], draft: DraftLayers, block_size: int, dtype: torch.dtype
 ) -> KVLayout:
-    """Return the layout of a target's layers and then its draft's; head_size: of the target, with padding."""
-    target = (LayerKV(geometry.num_kv_heads, head_size),) * geometry.num_layers
-    return KVLayout.of((*target, *draft.layers), block_size, dtype)
+    """Return the layout of a target's layers and then its draft's; padded: returns the size of heads in the cache."""
+    heads = geometry.layer_heads or (LayerHeads(geometry.num_kv_heads, geometry.head_size),) * geometry.num_layers
+    target = layers_of_heads(heads, padded)
+    moved = (
+        each if each.shared_with is None else replace(each, shared_with=each.shared_with + len(target))
+        for each in draft.layers
+    )
+    return KVLayout.of((*target, *moved), block_size, dtype)
+
+
+def layers_of_heads(heads: Sequence[LayerHeads], padded: Callable[[int], int]) -> tuple[LayerKV, ...]:
+    """Return the layers of a model alone; padded: as of `model_layout`."""
+    return tuple(LayerKV(each.num_kv_heads, padded(each.head_size), shared_with=each.kv_of) for each in heads)
 
 
 class KVCache:

@@ -184,8 +184,7 @@ class GpuDevice:
         use.
         """
         draft = draft or DraftLayers((), 0)
-        head_size = self._kernels.padded_head_size(geometry.head_size)
-        layout = model_layout(geometry, head_size, draft, config.block_size, self.kv_dtype)
+        layout = model_layout(geometry, self._kernels.padded_head_size, draft, config.block_size, self.kv_dtype)
         size = layout.bytes_per_block
         beside = step_bytes + staging_blocks(config.num_cpu_blocks, size) * size
         blocks = config.num_gpu_blocks

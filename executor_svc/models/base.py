@@ -10,6 +10,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope, WeightRows
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
+from executor_svc.plan.description import LayerHeads
 
 
 class ModelConfigError(ValueError):
@@ -86,6 +87,8 @@ class CausalLM(Protocol):
 
     attention_shapes: tuple[AttentionShape, ...]
     """The distinct shapes of its layers' attention: one for most models, two if only some layers have a window."""
+    layer_heads: tuple[LayerHeads, ...]
+    """What each layer keeps in the cache."""
     num_layers: int
     vocab_size: int
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from executor_svc.models.spec import HEAD
 
 _PREFIX = "model."
+_OTHER_PARTS = ("vision", "audio")
+"""Words in the names of other parts of a checkpoint, which may have layers with the same modules."""
 
 
 def decoder_names(stored: Iterable[str], first: str = "input_layernorm") -> dict[str, str]:
@@ -23,6 +25,7 @@ def decoder_names(stored: Iterable[str], first: str = "input_layernorm") -> dict
     names = list(stored)
     pattern = re.compile(rf"(?P<prefix>(?:.+\.)?)layers\.0\.{re.escape(first)}\.weight", re.DOTALL)
     found = {match["prefix"] for name in names if (match := pattern.fullmatch(name))}
+    found = {prefix for prefix in found if not any(word in prefix for word in _OTHER_PARTS)}
     if _PREFIX in found or len(found) != 1:
         return dict(zip(names, names, strict=True))
     (prefix,) = found

@@ -69,7 +69,7 @@ class Attention:
         self._sinks = sinks
 
     def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        """Return [T, hidden] for x [T, hidden]; write this step's keys and values to kv_layer."""
+        """Return [T, hidden] for x [T, hidden]; write this step's keys and values, if it has its own, to kv_layer."""
         qkv = self._qkv(x)
         q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, self._norms, self._scales)
         return self._output(self._kernels.attention(q, kv_layer, self._shape, plan, self._scales, self._sinks))

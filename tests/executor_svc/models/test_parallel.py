@@ -30,7 +30,7 @@ from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import random_prompts, teacher_forced, transformers_model
 from tests.helpers.models.peft_adapters import spec_of
 
-WITH_PARTS = ("cohere2", "glm4", "granitemoehybrid", "apertus", "ministral3")
+WITH_PARTS = ("cohere2", "gemma4_text", "glm4", "granitemoehybrid", "apertus", "llama4_text", "ministral3")
 """Of the newer families: layers and names unlike those of all others."""
 
 
@@ -54,7 +54,9 @@ def logits_of(threads: RankThreads, tokens: list[int]) -> Tensor:
 
 @pytest.mark.sampled(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("family", short_and_long([*FAMILIES, *WITH_PARTS], ["gemma2", "llama", "qwen2", "glm4"]))
+@pytest.mark.parametrize(
+    "family", short_and_long([*FAMILIES, *WITH_PARTS], ["gemma2", "llama", "qwen2", "gemma4_text", "glm4"])
+)
 def test_logits_are_those_of_transformers(checkpoint: Callable[[str], Path], family: str) -> None:
     """With as many KV heads as ranks, and with fewer; a vocabulary that no number of ranks divides."""
     folder = checkpoint(family)

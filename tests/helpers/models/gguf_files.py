@@ -29,6 +29,7 @@ Kinds = Callable[[str], Type]
 ARCHITECTURES = {
     "mistral": "llama",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
     "olmo3": "olmo2",
@@ -181,7 +182,7 @@ def gguf_name(name: str, architecture: str) -> str:
     """Return GGUF's name of a tensor of transformers, from gguf's own table of names."""
     if name.endswith(".e_score_correction_bias"):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-    part, _, kind = _EXPERT.sub(r"\1.\3", name).rpartition(".")
+    part, _, kind = (f"{name}.weight" if name.endswith("layer_scalar") else _EXPERT.sub(r"\1.\3", name)).rpartition(".")
     found = _names(architecture).get_name(part)
     assert found is not None, name
     return f"{found}.{kind}"
@@ -228,7 +229,7 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
             values = neighbours(values, config["num_attention_heads"])
         elif architecture in _NEIGHBOURS and ".k_proj" in name:
             values = neighbours(values, config["num_key_value_heads"])
-        elif architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
+        elif architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
             values = values + np.float32(1)
         yield gguf_name(name, architecture), values
     for name, matrices in experts.items():
@@ -288,6 +289,8 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
         writer.add_logit_scale(config["logit_scale"])
     if config["model_type"] in ("mistral", "phi3", "gemma2", "gemma3_text", "starcoder2"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
+    if architecture == "gemma4":
+        _write_gemma4(writer, config, rope)
     if architecture == "gemma3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         if "full_attention" in config["layer_types"]:
@@ -340,6 +343,28 @@ def _write_experts(writer: Any, config: dict[str, Any]) -> None:
             writer.add_expert_group_used_count(config["topk_group"])
 
 
+def _write_gemma4(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> None:
+    """As llama.cpp's converter, over what every architecture has."""
+    kinds, shared = config["layer_types"], config["num_kv_shared_layers"]
+    own = [config["per_layer_config"].get(str(index), {}) for index in range(len(kinds))]
+    full, size = next(each["head_dim"] for each in own if each), config["head_dim"]
+    for key in ("attention.key_length", "attention.value_length", "attention.head_count_kv", "feed_forward_length",
+                "rope.dimension_count"):  # fmt: skip
+        writer.kv_data[0].pop(f"gemma4.{key}", None)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    for add, number in ((writer.add_key_length, full), (writer.add_value_length, full),
+                        (writer.add_key_length_swa, size), (writer.add_value_length_swa, size),
+                        (writer.add_rope_dimension_count, full)):  # fmt: skip
+        add(number)
+    writer.add_head_count_kv([each.get("num_key_value_heads", config["num_key_value_heads"]) for each in own])
+    inner, wide = config["intermediate_size"], 2 if config["use_double_wide_mlp"] else 1
+    writer.add_feed_forward_length([inner * (wide if at >= len(kinds) - shared else 1) for at in range(len(kinds))])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+
+
 def _write_rope_scaling(writer: Any, rope: dict[str, Any], config: dict[str, Any]) -> None:
     kind = rope.get("rope_type", "default")
     original: int = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings", 0)
@@ -358,6 +383,10 @@ def _rope_factors(config: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
     if rope.get("rope_type") == "longrope":
         yield "rope_factors_long.weight", rope["long_factor"]
         yield "rope_factors_short.weight", rope["short_factor"]
+    if config["model_type"] == "gemma4_text":
+        size = next(iter(config["per_layer_config"].values()))["head_dim"]
+        rotated = int(size * rope["full_attention"]["partial_rotary_factor"] / 2)
+        yield "rope_freqs.weight", [1.0] * rotated + [1e30] * (size // 2 - rotated)
     if rope.get("rope_type") == "llama3":
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         yield "rope_freqs.weight", [_llama3_factor(rope, rope["rope_theta"] ** (-i / size)) for i in range(0, size, 2)]

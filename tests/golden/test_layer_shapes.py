@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.adapters.places import AdapterSizes
@@ -20,6 +22,7 @@ from tests.executor_svc.driver import NUM_THREADS, Model, Tokens
 from tests.golden.invariance import ALONE, SETTINGS, load, run
 from tests.helpers.core.core_model import Outcome, Rig
 from tests.helpers.marks import short_and_long
+from tests.helpers.models.gguf_files import all_of, write_gguf
 from tests.helpers.models.golden import check_bits_of_chunks, random_prompts
 from tests.helpers.models.peft_adapters import read, save_peft_adapter
 
@@ -95,8 +98,29 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     assert float((ours - expected).abs().max()) <= 5e-5 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("quantization", ["int8"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_bits_of_weights_in_few_bits(tmp_path: Path, quantization: str) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "global_head_dim": 32}
-    folder = make_checkpoint(tmp_path, "gemma4_text", **shape, hidden_size_per_layer_input=32)
-    check_bits_of_chunks(Model(folder, dtype="bfloat16", quantization=quantization))
+    folder = make_checkpoint(tmp_path / "dense", "gemma4_text", **shape, hidden_size_per_layer_input=32)
+    saved = tmp_path / "saved"
+    model = Model(folder, dtype="bfloat16", quantization=quantization, save_quantized=str(saved))
+    check_bits_of_chunks(model)
+    (tokens,) = random_prompts(131, (50,))
+    assert torch.equal(Model(saved, dtype="bfloat16").whole(tokens), model.whole(tokens))
+
+
+def test_keys_and_values_that_no_layer_reads_are_left_alone(shaped: Shaped, tmp_path: Path) -> None:
+    """Checkpoints of the hub hold those of layers that read other ones', and so do GGUF files."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((shaped.folder / name).read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer, (size, heads) in {4: (12, 2), 5: (20, 1)}.items():
+        place = f"model.layers.{layer}.self_attn"
+        tensors |= {f"{place}.{name}.weight": torch.ones(size * heads, 40) for name in ("k_proj", "v_proj")}
+        tensors[f"{place}.k_norm.weight"] = torch.ones(size)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", all_of(Type.BF16))
+    (tokens,) = random_prompts(131, (50,))
+    expected = shaped.model.whole(tokens)
+    assert torch.equal(Model(tmp_path, dtype="bfloat16").whole(tokens), expected)
+    assert torch.equal(Model(file, dtype="bfloat16").whole(tokens), expected)

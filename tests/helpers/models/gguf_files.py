@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.helpers.models.gguf_gemma4 import write_gemma4
+
 ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 """Matrices that are F32 in any case."""
 _EXPERT = re.compile(r"(\.experts)\.(\d+)\.(\w+\.weight)$")
@@ -290,7 +292,7 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
     if config["model_type"] in ("mistral", "phi3", "gemma2", "gemma3_text", "starcoder2"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     if architecture == "gemma4":
-        _write_gemma4(writer, config, rope)
+        write_gemma4(writer, config, rope)
     if architecture == "gemma3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         if "full_attention" in config["layer_types"]:
@@ -341,28 +343,6 @@ def _write_experts(writer: Any, config: dict[str, Any]) -> None:
             writer.add_expert_weights_norm(config["norm_topk_prob"])
             writer.add_expert_group_count(config["n_group"])
             writer.add_expert_group_used_count(config["topk_group"])
-
-
-def _write_gemma4(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> None:
-    """As llama.cpp's converter, over what every architecture has."""
-    kinds, shared = config["layer_types"], config["num_kv_shared_layers"]
-    own = [config["per_layer_config"].get(str(index), {}) for index in range(len(kinds))]
-    full, size = next(each["head_dim"] for each in own if each), config["head_dim"]
-    for key in ("attention.key_length", "attention.value_length", "attention.head_count_kv", "feed_forward_length",
-                "rope.dimension_count"):  # fmt: skip
-        writer.kv_data[0].pop(f"gemma4.{key}", None)
-    writer.add_shared_kv_layers(shared)
-    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
-    writer.add_sliding_window(config["sliding_window"])
-    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
-    for add, number in ((writer.add_key_length, full), (writer.add_value_length, full),
-                        (writer.add_key_length_swa, size), (writer.add_value_length_swa, size),
-                        (writer.add_rope_dimension_count, full)):  # fmt: skip
-        add(number)
-    writer.add_head_count_kv([each.get("num_key_value_heads", config["num_key_value_heads"]) for each in own])
-    inner, wide = config["intermediate_size"], 2 if config["use_double_wide_mlp"] else 1
-    writer.add_feed_forward_length([inner * (wide if at >= len(kinds) - shared else 1) for at in range(len(kinds))])
-    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
 
 
 def _write_rope_scaling(writer: Any, rope: dict[str, Any], config: dict[str, Any]) -> None:

@@ -21,9 +21,16 @@ from executor_svc.models.parallel.part_tensors import Cut, PartTensors, is_same_
 from executor_svc.models.parallel.split import Part
 from executor_svc.models.quantized.method import Quantization
 from executor_svc.models.quantized.rows import LazyRows
-from executor_svc.models.safetensors_file import StoredTensor, is_same_content, is_without_effect, tensors_of
-from executor_svc.models.spec import HEAD, TABLE, LayerNames
-from executor_svc.models.stored_names import decoder_names
+from executor_svc.models.safetensors_file import (
+    StoredTensor,
+    TensorRows,
+    is_same_content,
+    is_without_effect,
+    tensors_of,
+)
+from executor_svc.models.spec import HEAD, TABLE, DecoderSpec
+from executor_svc.models.stored_names import decoder_names, has_own_names
+from executor_svc.models.stored_order import FileOrder
 
 _log = logging.getLogger(__name__)
 
@@ -167,11 +174,11 @@ class SafetensorsWeights(Weights):
         dtype: torch.dtype,
         device: torch.device,
         quantization: Quantization | None = None,
-        layer_names: LayerNames | None = None,
+        spec: DecoderSpec | None = None,
     ) -> None:
         """quantization: of the linears that the files hold in few bits.
 
-        layer_names: of a decoder, whose tensors are called so whatever stands before these names in the files.
+        spec: of a decoder, whose tensors have Cadenza's names and order, whatever they are in the files.
         """
         super().__init__(dtype, device)
         self._folder = folder
@@ -179,7 +186,11 @@ class SafetensorsWeights(Weights):
         self._skipped: set[str] = set()
         self._headers: dict[Path, dict[str, StoredTensor]] = {}
         files = self._tensor_files()
-        names = dict(zip(files, files, strict=True)) if layer_names is None else decoder_names(files, layer_names.first)
+        names = dict(zip(files, files, strict=True))
+        self._order: FileOrder | None = None
+        if spec is not None:
+            names = decoder_names(files, spec.names.first, spec.files)
+            self._order = None if has_own_names(files, spec.names.first) else FileOrder(spec)
         self._places = {name: (files[stored], stored) for name, stored in names.items()}
         """File and stored name of each tensor."""
 
@@ -249,7 +260,7 @@ class SafetensorsWeights(Weights):
         # The same bytes in another format are another model.
         description = f"{prefix} {list(shape)} {rows.format} {rows.whole_row_activations} {self._quantization}"
         self._hashes[f"{prefix} format"] = hashlib.sha256(description.encode()).digest()
-        return rows
+        return rows if self._order is None else self._order.of_rows(prefix, rows)
 
     def open_part(self, name: str, shape: tuple[int, ...], part: Part) -> StoredWeight:
         """Return some rows or columns of a tensor of this shape, of which nothing else is read; as `open`."""
@@ -260,7 +271,7 @@ class SafetensorsWeights(Weights):
         """As `blocks`, for a part of a tensor; the hash is of what is read."""
         stored = self._stored(name)
         content = ContentDigest(f"{name} {list(stored.shape)} {part} {self._dtype}")
-        for read in Cut(1 if part.of_columns else 0, part.ranges).blocks(stored, rows):
+        for read in Cut(1 if part.of_columns else 0, part.ranges).blocks(self._ordered(name), rows):
             block = read.to(self._dtype)
             self._check_finite(name, block)
             content.update(block)
@@ -323,10 +334,9 @@ class SafetensorsWeights(Weights):
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         stored = self.require(name)
-        if (stored.shape or (1,)) != shape:
-            raise LoaderError(
-                f"{stored.path}: tensor {name} has shape {list(stored.shape)}, config.json says {list(shape)}"
-            )
+        found = self._ordered(name).shape
+        if (found or (1,)) != shape:
+            raise LoaderError(f"{stored.path}: tensor {name} has shape {list(found)}, config.json says {list(shape)}")
         if stored.dtype is None or not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
             raise LoaderError(
                 f"{stored.path}: tensor {name} is {stored.stored_as}, and config.json has no quantization_config for it"
@@ -334,7 +344,11 @@ class SafetensorsWeights(Weights):
 
     def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
         stored = self._stored(name)
-        return stored.blocks(rows) if stored.shape else iter([stored.whole()[None]])
+        return self._ordered(name).blocks(rows) if stored.shape else iter([stored.whole()[None]])
+
+    def _ordered(self, name: str) -> TensorRows:
+        stored = self._stored(name)
+        return stored if self._order is None else self._order.of(name, stored)
 
     def get_scales(self, name: str, count: int) -> Tensor | None:
         """As in `Weights`; scales are never rounded to the model's dtype."""

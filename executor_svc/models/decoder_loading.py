@@ -34,8 +34,8 @@ from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
-from executor_svc.models.registry import ARCHITECTURES, own_architecture
-from executor_svc.models.spec import DecoderSpec, LayerNames, bias_names, linear_shapes
+from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
+from executor_svc.models.spec import DecoderSpec, bias_names, linear_shapes
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +58,9 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str | None:
-        """The first of the names with code in Cadenza; without names, that of the model type."""
-        return own_architecture(self.names, self.content.get("model_type"))
+        """The first of the names with code in Cadenza, for its form; without names, that of the model type."""
+        found = own_architecture(self.names, self.content.get("model_type"))
+        return found if found is None or has_code(found, self.content) else None
 
     def read_spec(self) -> DecoderSpec:
         """Return the structure of an architecture with code in Cadenza; raises LoaderError naming the field."""
@@ -237,7 +238,7 @@ def _weights(
 ) -> DummyWeights | SafetensorsWeights | GgufWeights:
     gguf = checkpoint.gguf
     if gguf is None or config.load_format == "dummy":
-        found = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec.names)
+        found = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec)
         if spec.tied:
             found.share_ends()
         return found
@@ -297,16 +298,16 @@ def _decoder(
 
 
 def folder_weights(
-    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], layer_names: LayerNames | None = None
+    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], spec: DecoderSpec | None = None
 ) -> DummyWeights | SafetensorsWeights:
     """Return the tensors of a folder, or random ones, which are dense; content: of config.json.
 
-    layer_names: as of `SafetensorsWeights`.
+    spec: as of `SafetensorsWeights`.
     """
     if config.load_format == "dummy":
         return DummyWeights(config.seed, device.dtype, device.torch_device)
     quantization = read_quantization(folder, content)
-    return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization, layer_names)
+    return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization, spec)
 
 
 def _saved(

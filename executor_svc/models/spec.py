@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from executor_svc.device.kernels import HeadNormKind
+from executor_svc.models.file_form import HEAD as HEAD
+from executor_svc.models.file_form import TABLE as TABLE
+from executor_svc.models.file_form import FileForm
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
 
 MTP_LAYERS_FIELD = "num_nextn_predict_layers"
 """Of config.json: the number of layers of a head of multi-token prediction."""
-HEAD = "lm_head"
-"""The linear whose results are logits: its name in checkpoints, and for `models.base.Builder`."""
-TABLE = "model.embed_tokens"
-"""The name of the table of embeddings in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,15 @@ class LayerSpec:
     sinks: bool = field(default=False, repr=False)
     """Whether each head has one more score, of no value (gpt-oss). Not in the digest, for the weights' has its tensor:
     those of models without stay as they were."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedPositions:
+    """A table whose row at a token's position is added to its embedding."""
+
+    count: int
+    first_row: int = 0
+    """The row of position 0 (OPT: 2)."""
 
 
 NormKind = Literal["rms", "layer", "layer with bias"]
@@ -110,6 +118,13 @@ class DecoderSpec:
     logits_divisor: float = 1.0
     attention_softcap: float | None = None
     logits_softcap: float | None = None
+
+    head_bias: bool = field(default=False, repr=False)
+    """Whether logits have a bias. Not in the digest, as this and the following add tensors to that of the weights."""
+    positions: LearnedPositions | None = field(default=None, repr=False)
+    """None: there are none."""
+    files: FileForm = field(default=FileForm(), repr=False)
+    """Names and orders in files: of other forms the same model is read."""
 
     num_mtp_layers: int = field(default=0, repr=False)
     """Layers of a head of multi-token prediction that the checkpoint also holds. The decoder does not read them, so

@@ -80,7 +80,8 @@ def gelu(x: Tensor) -> Tensor:
     It is written erfc, which does not cancel below 0.
     """
     wide = x.double()
-    return wide * torch.special.erfc(wide / -math.sqrt(2)) / 2
+    result: Tensor = wide * torch.special.erfc(wide / -math.sqrt(2)) / 2
+    return result
 
 
 def relu(x: Tensor) -> Tensor:

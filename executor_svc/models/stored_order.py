@@ -1,4 +1,4 @@
-"""Tensors of a file in the order of Cadenza's kernels: weights that are stored transposed, rows of q, k and v by head."""
+"""Tensors of a file in the order of Cadenza's kernels: transposed weights, and rows of q, k and v that lie by head."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def rows_by_head(spec: DecoderSpec) -> tuple[range, ...]:
     firsts = [head * group for head in range(spec.num_kv_heads)]
     edges = ((0, queries), (queries, queries + spec.head_size), (queries + spec.head_size, group))
     return tuple(range(first + start, first + stop) for start, stop in edges for first in firsts)
+
+
+def row_order(ranges: tuple[range, ...]) -> Tensor:
+    """Return the rows of ranges, one after the other, [rows] int64."""
+    return torch.cat([torch.arange(each.start, each.stop) for each in ranges])
 
 
 class FileOrder:
@@ -95,18 +100,14 @@ class QuantRowsByHead:
 
     def blocks(self, num_bytes: int, multiple: int) -> Iterator[QuantBlock]:
         """As in `QuantRows`."""
-        read = [_each(block, Tensor.clone) for block in self._rows.blocks(num_bytes, multiple)]
-        order = torch.cat([torch.arange(each.start, each.stop) for each in self._ranges])
+        names, read = [each.name for each in fields(QuantBlock)], dict[str, list[Tensor]]()
+        for block in self._rows.blocks(num_bytes, multiple):
+            for name in names:
+                if (plane := getattr(block, name)) is not None:
+                    read.setdefault(name, []).append(plane.clone())
+        order = row_order(self._ranges)
+        planes = {name: torch.cat(parts)[order] for name, parts in read.items()}
         count = multiple * max(1, num_bytes // (multiple * self.shape[1]))
-        planes: dict[str, Any] = {}
-        for plane in fields(QuantBlock):
-            parts = [getattr(block, plane.name) for block in read]
-            planes[plane.name] = None if parts[0] is None else torch.cat(parts)[order]
         for start in range(0, self.shape[0], count):
-            chosen = slice(start, start + count)
-            yield QuantBlock(**{name: None if each is None else each[chosen] for name, each in planes.items()})
-
-
-def _each(block: QuantBlock, change: Any) -> QuantBlock:
-    planes: dict[str, Any] = {each.name: getattr(block, each.name) for each in fields(block)}
-    return QuantBlock(**{name: None if plane is None else change(plane) for name, plane in planes.items()})
+            chosen: dict[str, Any] = {name: plane[start : start + count] for name, plane in planes.items()}
+            yield QuantBlock(**chosen)

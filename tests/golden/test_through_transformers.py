@@ -37,6 +37,11 @@ BLOCK_SIZE = 8
 NEW_TOKENS = 12
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in HOSTED},
+    "falcon": ("falcon", {"bias": False}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "opt": ("opt", {"word_embed_proj_dim": 24}),
+    "phi": ("phi", {"qk_layernorm": True}),
     "gemma2": ("gemma2", {"num_hidden_layers": 2}),
     "falcon, grouped heads": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "opt, norms after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 40}),

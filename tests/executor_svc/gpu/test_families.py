@@ -14,7 +14,7 @@ from tests.helpers.marks import short_and_long
 
 pytestmark = pytest.mark.slow
 
-HOSTED = "falcon", "gpt2", "gpt_neox", "opt", "phi"
+HOSTED = "gpt_neo", "gptj"
 
 SEVERAL_LAYERS = "gemma2", "gemma3_text", "llama", "qwen2"
 """Those whose layers differ, and a plain one; of the others one layer is as good as two."""

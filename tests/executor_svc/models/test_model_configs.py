@@ -46,6 +46,12 @@ NAMES = {
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "granite_swa": "GraniteSWAForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
 }
@@ -60,7 +66,10 @@ SIZES = {
 }
 WRAPPED = ("gemma3", "mistral3")
 """Their decoder's fields are in `text_config`."""
-ALWAYS: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 6}}
+ALWAYS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"rotary_pct": 0.5},
+    "granitemoehybrid": {"layer_types": ["attention"] * 6},
+}
 LONG = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 LLAMA3 = {
     "factor": 8.0,

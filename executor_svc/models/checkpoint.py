@@ -188,9 +188,12 @@ class SafetensorsWeights(Weights):
         files = self._tensor_files()
         names = dict(zip(files, files, strict=True))
         self._order: FileOrder | None = None
+        self._shown: Callable[[str], str] = str
+        """Names a tensor in messages, as transformers does in files of this kind."""
         if spec is not None:
             names = decoder_names(files, spec.names.first, spec.files)
-            self._order = None if has_own_names(files, spec.names.first) else FileOrder(spec)
+            if not has_own_names(files, spec.names.first):
+                self._order, self._shown = FileOrder(spec), spec.files.stored_name
         self._places = {name: (files[stored], stored) for name, stored in names.items()}
         """File and stored name of each tensor."""
 
@@ -311,7 +314,7 @@ class SafetensorsWeights(Weights):
 
     def require(self, name: str) -> StoredTensor:
         if name not in self._places:
-            raise LoaderError(f"model folder {self._folder}: tensor {name} is missing")
+            raise LoaderError(f"model folder {self._folder}: tensor {self._shown(name)} is missing")
         return self._stored(name)
 
     def raw_blocks(self, name: str, rows: int, elements: int = 0) -> Iterator[Tensor]:
@@ -336,7 +339,9 @@ class SafetensorsWeights(Weights):
         stored = self.require(name)
         found = self._ordered(name).shape
         if (found or (1,)) != shape:
-            raise LoaderError(f"{stored.path}: tensor {name} has shape {list(found)}, config.json says {list(shape)}")
+            raise LoaderError(
+                f"{stored.path}: tensor {self._shown(name)} has shape {list(found)}, config.json says {list(shape)}"
+            )
         if stored.dtype is None or not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
             raise LoaderError(
                 f"{stored.path}: tensor {name} is {stored.stored_as}, and config.json has no quantization_config for it"

@@ -11,11 +11,11 @@ from torch.nn.functional import softplus
 from executor_svc.device.kernels import AttentionShape, Embedding, HeadNorms, KVScales, Linear
 from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder, WeightSource
+from executor_svc.models.file_form import FINAL_NORM, POSITIONS
 from executor_svc.models.layers.attention import Attention, HeadRows
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
 from executor_svc.models.layers.norm import LayerNorm, Norm, RmsNorm
 from executor_svc.models.linear_weight import LinearWeight, StoredPart, linear_weight, output_weight, qkv_weight
-from executor_svc.models.file_form import FINAL_NORM, POSITIONS
 from executor_svc.models.spec import HEAD, TABLE, DecoderSpec, mlp_rows, qkv_rows
 
 

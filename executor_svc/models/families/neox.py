@@ -64,6 +64,6 @@ def _rope(fields: Fields, head_size: int, max_positions: int) -> RopeConfig:
         rope_section(fields),
         head_size,
         max_positions=max_positions,
-        theta=fields.number("rotary_emb_base", DEFAULT_THETA),
-        partial=fields.number("rotary_pct", _PART),
+        theta=fields.number("rotary_emb_base", fields.number("rope_theta", DEFAULT_THETA)),
+        partial=fields.number("rotary_pct", fields.number("partial_rotary_factor", _PART)),
     )

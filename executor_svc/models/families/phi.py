@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import read_common, uniform_rope
 from executor_svc.models.families.gpt2 import ACTIVATIONS
 from executor_svc.models.file_form import FileForm
 from executor_svc.models.spec import DecoderSpec, LayerNames
 
 _NAMES = LayerNames(before_mlp=None, output="self_attn.dense", into_mlp=("mlp.fc1",), down="mlp.fc2")
+_FUSED_NAMES = replace(_NAMES, qkv=("self_attn.qkv_proj",))
+"""Of GGUF files that were made of the first form of Phi-2."""
 _FILES = FileForm(norm="final_layernorm")
 
 
@@ -28,9 +31,10 @@ def read_phi(config: dict[str, Any]) -> DecoderSpec:
         read_rotary=uniform_rope(partial=0.5),
         activation=("hidden_act", "gelu_new", ACTIVATIONS),
     )
+    is_fused = Fields(config).flag("has_fused_qkv", False)
     return replace(
         spec,
-        names=_NAMES,
+        names=_FUSED_NAMES if is_fused else _NAMES,
         files=_FILES,
         gated_mlp=False,
         norm="layer with bias",

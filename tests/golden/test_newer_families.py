@@ -123,7 +123,7 @@ def test_ignored_linears_of_a_text_part_have_the_names_of_the_files(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["cohere2", "glm4"])
+@pytest.mark.parametrize("family", ["cohere2", "glm4", "gpt2", "granite_swa"])
 async def test_through_both_services_with_a_draft_model(tmp_path: Path, family: str) -> None:
     """In small chunks, from a pool too small for all requests, with drafts of a model of the same family."""
     folder, draft = (make_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in range(2))

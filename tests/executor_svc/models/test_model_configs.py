@@ -14,6 +14,7 @@ import pytest
 
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.config_fields import Fields
+from executor_svc.models.gguf.config_content import _ARCHITECTURES
 from executor_svc.models.registry import ARCHITECTURES
 from executor_svc.models.rope_fields import ROPE_TYPES
 from executor_svc.models.spec import DecoderSpec
@@ -441,8 +442,16 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+HOW = ("native", "through transformers", "refused")
+
+
 def test_page_lists_the_architectures() -> None:
-    assert [row[0].strip("`") for row in rows("Architectures")] == sorted(ARCHITECTURES)
+    found = {how: [row for row in rows("Architectures") if row[2] == how] for how in HOW}
+    assert rows("Architectures") == [row for how in HOW for row in found[how]]
+    assert [row[0].strip("`") for row in found["native"]] == sorted(ARCHITECTURES)
+    assert not {row[0].strip("`") for how in HOW[1:] for row in found[how]} & set(ARCHITECTURES)
+    assert {row[3] for row in rows("Architectures")} == {"own", "by transformers", "no"}
+    assert {row[4].strip("`") for row in found["native"]} - {"no"} == set(_ARCHITECTURES)
     assert set(NAMES) == {*FAMILIES, *NEWER, *WRAPPED, "mimo"}, (
         "transformers has no code for MiMo: tests make its checkpoints from Qwen2's"
     )

@@ -152,7 +152,7 @@ def attention_shape(spec: DecoderSpec, layer: LayerSpec, kernels: Kernels) -> At
 
 def is_ignored(name: str, spec: DecoderSpec) -> bool:
     """Return whether a tensor is one that checkpoints may hold and the model does not need."""
-    endings = ("rotary_emb.inv_freq", *spec.files.masks, *(f".self_attn{ending}" for ending in SCALES))
+    endings = ("rotary_emb.inv_freq", *spec.files.masks, *(f".{spec.names.attention}{ending}" for ending in SCALES))
     if spec.tied and name.startswith(f"{HEAD}.") and not name.endswith(".bias"):  # a copy of the table
         return True
     beginnings = (*map(mtp_prefix, range(spec.num_mtp_layers)), *spec.ignored)

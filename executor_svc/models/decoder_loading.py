@@ -21,6 +21,7 @@ from executor_svc.models.config_fields import Fields
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.dummy_weights import DummyWeights
+from executor_svc.models.file_form import LAYERS
 from executor_svc.models.fit.text import fit_sentence
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
 from executor_svc.models.gguf.config_content import config_content
@@ -158,7 +159,7 @@ def load_decoder(
         source, saved = _source(config, device, checkpoint, spec, weights, max_model_len, ranks)
         scales = None
         if device.kv_dtype != device.dtype:
-            names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
+            names = [f"{LAYERS}.{layer}.{spec.names.attention}" for layer in range(spec.num_layers)]
             scales = read_scales(weights, folder, names, spec.num_kv_heads, device)
         builder: Builder = device if adapters is None else AdaptingBuilder(device, adapters)
         if ranks is not None:

@@ -39,6 +39,11 @@ class LayerNames:
     down: str = "mlp.down_proj"
 
     @property
+    def attention(self) -> str:
+        """The module that holds the linears of attention, sinks, and scales of keys and values."""
+        return self.qkv[0].rpartition(".")[0]
+
+    @property
     def first(self) -> str:
         """The module whose name in layer 0 shows what stands before `layers` in a file."""
         return self.before_attention or self.after_attention or self.output

@@ -9,6 +9,9 @@ from typing import Literal
 
 from executor_svc.device.experts import Router
 from executor_svc.device.kernels import HeadNormKind
+from executor_svc.models.file_form import HEAD as HEAD
+from executor_svc.models.file_form import TABLE as TABLE
+from executor_svc.models.file_form import FileForm
 from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig
@@ -16,10 +19,6 @@ from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
 
 MTP_LAYERS_FIELD = "num_nextn_predict_layers"
 """Of config.json: the number of layers of a head of multi-token prediction."""
-HEAD = "lm_head"
-"""The linear whose results are logits: its name in checkpoints, and for `models.base.Builder`."""
-TABLE = "model.embed_tokens"
-"""The name of the table of embeddings in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,11 @@ class LayerNames:
     into_mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Gate and up, or one linear of both; of an MLP without gate up alone."""
     down: str = "mlp.down_proj"
+
+    @property
+    def attention(self) -> str:
+        """The module that holds the linears of attention, sinks, and scales of keys and values."""
+        return self.qkv[0].rpartition(".")[0]
 
     @property
     def first(self) -> str:
@@ -99,6 +103,15 @@ class LayerSpec:
     """None: the layer has the model's MLP."""
 
 
+@dataclass(frozen=True, slots=True)
+class LearnedPositions:
+    """A table whose row at a token's position is added to its embedding."""
+
+    count: int
+    first_row: int = 0
+    """The row of position 0 (OPT: 2)."""
+
+
 NormKind = Literal["rms", "layer", "layer with bias"]
 """Root mean square, or mean and variance (Ba et al., 2016)."""
 
@@ -151,6 +164,13 @@ class DecoderSpec:
     logits_divisor: float = 1.0
     attention_softcap: float | None = None
     logits_softcap: float | None = None
+
+    head_bias: bool = field(default=False, repr=False)
+    """Whether logits have a bias. Not in the digest, as this and the following add tensors to that of the weights."""
+    positions: LearnedPositions | None = field(default=None, repr=False)
+    """None: there are none."""
+    files: FileForm = field(default=FileForm(), repr=False)
+    """Names and orders in files: of other forms the same model is read."""
 
     num_mtp_layers: int = field(default=0, repr=False)
     """Layers of a head of multi-token prediction that the checkpoint also holds. The decoder does not read them, so

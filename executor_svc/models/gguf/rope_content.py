@@ -20,7 +20,7 @@ def rope_content(file: GgufFile, architecture: str, head_size: int, read_vector:
     theta = shortest(metadata.number(f"{prefix}.freq_base", 10_000.0))
     content: dict[str, Any] = {"rope_theta": theta}
     size = metadata.integer(f"{prefix}.dimension_count", head_size)
-    if architecture in ("glm4", "glm4moe", "minimax-m2", "nemotron", "phi3"):
+    if architecture in ("glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi2", "phi3"):
         content["partial_rotary_factor"] = _share(size, head_size)
     elif size != head_size:
         raise metadata.error(f"{prefix}.dimension_count", f"must be the size of a head, {head_size}, not {size}")

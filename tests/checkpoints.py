@@ -98,7 +98,27 @@ NEWER: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": True,
     },
+    "falcon": {"bias": True, "layer_norm_epsilon": 1e-4, "initializer_range": 0.2},
     "glm4": {"head_dim": 12, "attention_bias": True, "initializer_range": 0.15},
+    "gpt2": {
+        "n_positions": 512,
+        "n_embd": 40,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_inner": 72,
+        "layer_norm_epsilon": 1e-4,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox": {"rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.4}, "layer_norm_eps": 1e-4},
+    "granite_swa": {
+        **_SANDWICHED,
+        "head_dim": 12,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 2.5,
+        "layer_rope_theta": [300.0, 0, 5000.0, 300.0],
+    },
     "granitemoehybrid": {
         "layer_types": ["attention"] * 2,
         "num_local_experts": 0,
@@ -143,6 +163,8 @@ NEWER: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         },
     },
+    "opt": {"ffn_dim": 72, "tie_word_embeddings": True, "pad_token_id": 1},
+    "phi": {"rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.4}, "layer_norm_eps": 1e-4},
     "seed_oss": {"head_dim": 12, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
     "starcoder2": {"sliding_window": _WINDOW, "norm_epsilon": 1e-4, "use_bias": True, "tie_word_embeddings": True},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True},
@@ -195,12 +217,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 """The same for families whose layers have experts."""
 
-_PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.4}
-
 HOSTED: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 6, "n_positions": 512, "n_embd": 40, "n_head": 4, "n_layer": 2, "n_inner": 72},
-    "falcon": {"multi_query": True, "new_decoder_architecture": False, "alibi": False, "bias": False},
-    "gpt2": {"n_positions": 512, "n_embd": 40, "n_head": 4, "n_layer": 2, "n_inner": 72, "tie_word_embeddings": True},
     "gpt_neo": {
         "num_layers": 2,
         "num_heads": 4,
@@ -208,10 +226,7 @@ HOSTED: dict[str, dict[str, Any]] = {
         "window_size": _WINDOW,
         "tie_word_embeddings": True,
     },
-    "gpt_neox": {"rope_parameters": _PARTIAL_ROPE},
     "gptj": {"rotary_dim": 6, "n_positions": 512, "n_embd": 40, "n_head": 4, "n_layer": 2, "n_inner": 72},
-    "opt": {"ffn_dim": 72, "word_embed_proj_dim": 24, "tie_word_embeddings": True, "pad_token_id": 1},
-    "phi": {"qk_layernorm": True, "rope_parameters": _PARTIAL_ROPE},
 }
 """The same for families that Cadenza has no code of its own for: they run through transformers'."""
 

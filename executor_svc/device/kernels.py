@@ -17,8 +17,8 @@ from torch import Tensor
 GatedActivation = Literal["silu", "gelu_tanh"]
 FactorActivation = Literal["gelu_tanh", "sigmoid"]
 """Of numbers that are then multiplied with others."""
-PlainActivation = Literal["gelu_tanh", "relu2", "xielu"]
-"""The tanh form of gelu, the square of relu (So et al., 2021), and xIELU (Huang and Schlag, 2024)."""
+PlainActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+"""gelu, its tanh form, relu, its square (So et al., 2021), and xIELU (Huang and Schlag, 2024)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,21 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return gelu_tanh_mul(torch.cat([x, torch.ones_like(x)], -1))
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Return x times the normal distribution function of x (Hendrycks and Gimpel, 2016), in float64.
+
+    It is written erfc, which does not cancel below 0.
+    """
+    wide = x.double()
+    result: Tensor = wide * torch.special.erfc(wide / -math.sqrt(2)) / 2
+    return result
+
+
+def relu(x: Tensor) -> Tensor:
+    """Return x where it is above 0, else 0, in float64."""
+    return x.double().clamp(min=0)
+
+
 def relu2(x: Tensor) -> Tensor:
     """Return the square of x where it is above 0, else 0, in float64."""
     return x.double().clamp(min=0).square()

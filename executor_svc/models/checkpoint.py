@@ -22,9 +22,16 @@ from executor_svc.models.parallel.part_tensors import Cut, PartTensors, is_same_
 from executor_svc.models.parallel.split import Part
 from executor_svc.models.quantized.method import Quantization
 from executor_svc.models.quantized.rows import LazyRows
-from executor_svc.models.safetensors_file import StoredTensor, is_same_content, is_without_effect, tensors_of
-from executor_svc.models.spec import HEAD, TABLE, LayerNames
-from executor_svc.models.stored_names import decoder_names
+from executor_svc.models.safetensors_file import (
+    StoredTensor,
+    TensorRows,
+    is_same_content,
+    is_without_effect,
+    tensors_of,
+)
+from executor_svc.models.spec import HEAD, TABLE, DecoderSpec
+from executor_svc.models.stored_names import decoder_names, has_own_names
+from executor_svc.models.stored_order import FileOrder
 
 _log = logging.getLogger(__name__)
 
@@ -172,11 +179,11 @@ class SafetensorsWeights(Weights):
         dtype: torch.dtype,
         device: torch.device,
         quantization: Quantization | None = None,
-        layer_names: LayerNames | None = None,
+        spec: DecoderSpec | None = None,
     ) -> None:
         """quantization: of the linears that the files hold in few bits.
 
-        layer_names: of a decoder, whose tensors are called so whatever stands before these names in the files.
+        spec: of a decoder, whose tensors have Cadenza's names and order, whatever they are in the files.
         """
         super().__init__(dtype, device)
         self._folder = folder
@@ -186,7 +193,14 @@ class SafetensorsWeights(Weights):
         """What was read of tensors that hold the matrices of all experts."""
         self._headers: dict[Path, dict[str, StoredTensor]] = {}
         files = self._tensor_files()
-        names = dict(zip(files, files, strict=True)) if layer_names is None else decoder_names(files, layer_names.first)
+        names = dict(zip(files, files, strict=True))
+        self._order: FileOrder | None = None
+        self._shown: Callable[[str], str] = str
+        """Names a tensor in messages, as transformers does in files of this kind."""
+        if spec is not None:
+            names = decoder_names(files, spec.names.first, spec.files)
+            if not has_own_names(files, spec.names.first):
+                self._order, self._shown = FileOrder(spec), spec.files.stored_name
         self._places = {name: (files[stored], stored) for name, stored in names.items()}
         """File and stored name of each tensor."""
 
@@ -269,7 +283,7 @@ class SafetensorsWeights(Weights):
         # The same bytes in another format are another model.
         description = f"{prefix} {list(shape)} {rows.format} {rows.whole_row_activations} {self._quantization}"
         self._hashes[f"{prefix} format"] = hashlib.sha256(description.encode()).digest()
-        return rows
+        return rows if self._order is None else self._order.of_rows(prefix, rows)
 
     def open_part(self, name: str, shape: tuple[int, ...], part: Part) -> StoredWeight:
         """Return some rows or columns of a tensor of this shape, of which nothing else is read; as `open`."""
@@ -280,7 +294,7 @@ class SafetensorsWeights(Weights):
         """As `blocks`, for a part of a tensor; the hash is of what is read."""
         stored = self._stored(name)
         content = ContentDigest(f"{name} {list(stored.shape)} {part} {self._dtype}")
-        for read in Cut(1 if part.of_columns else 0, part.ranges).blocks(stored, rows):
+        for read in Cut(1 if part.of_columns else 0, part.ranges).blocks(self._ordered(name), rows):
             block = read.to(self._dtype)
             self._check_finite(name, block)
             content.update(block)
@@ -320,7 +334,7 @@ class SafetensorsWeights(Weights):
 
     def require(self, name: str) -> StoredTensor:
         if self._expert_of(name)[0] not in self._places:
-            raise LoaderError(f"model folder {self._folder}: tensor {name} is missing")
+            raise LoaderError(f"model folder {self._folder}: tensor {self._shown(name)} is missing")
         return self._stored(name)
 
     def raw_blocks(self, name: str, rows: int, elements: int = 0) -> Iterator[Tensor]:
@@ -343,9 +357,10 @@ class SafetensorsWeights(Weights):
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         stored = self.require(name)
-        if (stored.shape or (1,)) != shape:
+        found = self._ordered(name).shape
+        if (found or (1,)) != shape:
             raise LoaderError(
-                f"{stored.path}: tensor {name} has shape {list(stored.shape)}, config.json says {list(shape)}"
+                f"{stored.path}: tensor {self._shown(name)} has shape {list(found)}, config.json says {list(shape)}"
             )
         if stored.dtype is None or not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
             raise LoaderError(
@@ -354,7 +369,11 @@ class SafetensorsWeights(Weights):
 
     def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
         stored = self._stored(name)
-        return stored.blocks(rows) if stored.shape else iter([stored.whole()[None]])
+        return self._ordered(name).blocks(rows) if stored.shape else iter([stored.whole()[None]])
+
+    def _ordered(self, name: str) -> TensorRows:
+        stored = self._stored(name)
+        return stored if self._order is None else self._order.of(name, stored)
 
     def get_scales(self, name: str, count: int) -> Tensor | None:
         """As in `Weights`; scales are never rounded to the model's dtype."""

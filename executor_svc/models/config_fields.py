@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from cadenza_common.brief import brief, one_line
@@ -18,23 +20,38 @@ _MOST_NAMED = 200
 class Fields:
     """The fields of config.json, or of an object in it. A null field counts as absent."""
 
-    def __init__(self, content: dict[str, Any], path: str = "", file: str = "config.json") -> None:
-        """content: an object; path: its place in the file: "" for the whole file, else "name." """
+    def __init__(
+        self,
+        content: dict[str, Any],
+        path: str = "",
+        file: str = "config.json",
+        names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """content: an object; path: its place in the file: "" for the whole file, else "name.".
+
+        names: what a family calls the fields that others call otherwise; they may have either name.
+        """
         self._content = content
         self._path = path
         self._file = file
+        self._names = names
 
     def error(self, name: str, problem: str) -> ModelConfigError:
         """Return an error about a field, for the caller to raise."""
-        return ModelConfigError(f"{self._file}: {one_line(self._path + name, _MOST_NAMED)} {problem}")
+        return ModelConfigError(f"{self._file}: {one_line(self._path + self._own(name), _MOST_NAMED)} {problem}")
 
     def has(self, name: str) -> bool:
         """Return whether the field is present, even if null."""
-        return name in self._content
+        return self._own(name) in self._content
 
     def get(self, name: str) -> Any:
         """Return a field unchecked, None if it is absent."""
-        return self._content.get(name)
+        return self._content.get(self._own(name))
+
+    def _own(self, name: str) -> str:
+        """Return the name that a field has in this file."""
+        own = self._names.get(name, name)
+        return name if own not in self._content and name in self._content else own
 
     def integer(self, name: str, default: int | None = None, at_most: int | None = None) -> int:
         """Return a positive integer, up to `at_most` or 2^63 - 1; without a default the field is required."""
@@ -52,7 +69,7 @@ class Fields:
         value: Any = self.get(name)
         value = default if value is None else value
         wanted = "above 0" if at_least is None else f"of at least {at_least:g}"
-        if not _is_number(value) or (value <= 0 if at_least is None else value < at_least):
+        if not is_number(value) or (value <= 0 if at_least is None else value < at_least):
             raise self.error(name, f"must be a number {wanted}, not {brief(value)}")
         return float(value)
 
@@ -63,7 +80,7 @@ class Fields:
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """Return a list of `count` finite numbers above 0."""
         value = self.get(name)
-        if not isinstance(value, list) or len(value) != count or not all(_is_number(v) and v > 0 for v in value):
+        if not isinstance(value, list) or len(value) != count or not all(is_number(v) and v > 0 for v in value):
             shown = f"{len(value)} entries" if isinstance(value, list) else brief(value)
             raise self.error(name, f"must be a list of {count} numbers above 0, not {shown}")
         return tuple(map(float, value))
@@ -104,7 +121,7 @@ class Fields:
             raise self.error(name, f"is {brief(self.get(name))}: {problem}")
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Return whether a value is a finite number that a float can hold."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value.bit_length() <= _FLOAT_BITS

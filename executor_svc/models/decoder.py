@@ -52,6 +52,7 @@ class Decoder:
         # First, because its weight takes longest: on the CPU each weight is read by one thread.
         self.embedding, self.head = reader.ends()
         """A draft head may share them."""
+        self._positions = reader.positions(max_model_len)
         self._token_inputs = reader.token_inputs()
         scales = list(kv_scales or [None] * spec.num_layers)
         for index, layer in enumerate(spec.layers):
@@ -101,6 +102,8 @@ class Decoder:
         residual = self.embedding(token_ids, self._embedding_scale)
         if self._token_inputs is not None and inputs is not None:
             inputs = self._token_inputs.complete(inputs, residual)
+        if self._positions is not None:
+            residual = kernels.add(kernels.take_rows(self._positions, ropes[0].rows), residual)
         hidden_size = self._spec.hidden_size
         states = kernels.new_rows("states", len(token_ids), len(state_layers) * hidden_size, residual.dtype)
 
@@ -174,7 +177,7 @@ def layer_heads(spec: DecoderSpec) -> tuple[LayerHeads, ...]:
 
 def is_ignored(name: str, spec: DecoderSpec) -> bool:
     """Return whether a tensor is one that checkpoints may hold and the model does not need."""
-    endings = ("rotary_emb.inv_freq", *(f".self_attn{ending}" for ending in SCALES))
+    endings = ("rotary_emb.inv_freq", *spec.files.masks, *(f".{spec.names.attention}{ending}" for ending in SCALES))
     if spec.tied and name.startswith(f"{HEAD}.") and not name.endswith(".bias"):  # a copy of the table
         return True
     beginnings = (*map(mtp_prefix, range(spec.num_mtp_layers)), *spec.ignored)

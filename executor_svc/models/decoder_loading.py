@@ -21,6 +21,7 @@ from executor_svc.models.config_fields import Fields
 from executor_svc.models.decoder import Decoder, is_ignored, layer_heads
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.dummy_weights import DummyWeights
+from executor_svc.models.file_form import LAYERS
 from executor_svc.models.fit.text import fit_sentence
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
 from executor_svc.models.gguf.config_content import config_content
@@ -35,8 +36,8 @@ from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
-from executor_svc.models.registry import ARCHITECTURES, own_architecture
-from executor_svc.models.spec import DecoderSpec, LayerNames, bias_names, linear_shapes
+from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
+from executor_svc.models.spec import DecoderSpec, bias_names, linear_shapes
 from executor_svc.plan.description import LayerHeads
 
 _log = logging.getLogger(__name__)
@@ -60,8 +61,9 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str | None:
-        """The first of the names with code in Cadenza; without names, that of the model type."""
-        return own_architecture(self.names, self.content.get("model_type"))
+        """The first of the names with code in Cadenza, for its form; without names, that of the model type."""
+        found = own_architecture(self.names, self.content.get("model_type"))
+        return found if found is None or has_code(found, self.content) else None
 
     def read_spec(self) -> DecoderSpec:
         """Return the structure of an architecture with code in Cadenza; raises LoaderError naming the field."""
@@ -159,7 +161,7 @@ def load_decoder(
         source, saved = _source(config, device, checkpoint, spec, weights, max_model_len, ranks)
         scales = None
         if device.kv_dtype != device.dtype:
-            names = [f"model.layers.{layer}.self_attn" for layer in range(spec.num_layers)]
+            names = [f"{LAYERS}.{layer}.{spec.names.attention}" for layer in range(spec.num_layers)]
             scales = read_scales(weights, folder, names, layer_heads(spec), device)
         builder: Builder = device if adapters is None else AdaptingBuilder(device, adapters)
         if ranks is not None:
@@ -239,7 +241,7 @@ def _weights(
 ) -> DummyWeights | SafetensorsWeights | GgufWeights:
     gguf = checkpoint.gguf
     if gguf is None or config.load_format == "dummy":
-        found = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec.names)
+        found = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec)
         if spec.tied:
             found.share_ends()
         return found
@@ -299,18 +301,18 @@ def _decoder(
 
 
 def folder_weights(
-    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], layer_names: LayerNames | None = None
+    config: ExecutorConfig, device: Device, folder: Path, content: dict[str, Any], spec: DecoderSpec | None = None
 ) -> DummyWeights | SafetensorsWeights:
     """Return the tensors of a folder, or random ones, which are dense; content: of config.json.
 
-    layer_names: as of `SafetensorsWeights`.
+    spec: as of `SafetensorsWeights`.
     """
     if config.load_format == "dummy":
         return DummyWeights(config.seed, device.dtype, device.torch_device)
-    if content.get("model_type") == "gpt_oss" and layer_names is not None and _method(content) in (None, "mxfp4"):
-        return GptOssWeights(folder, device.dtype, device.torch_device, layer_names=layer_names)
+    if content.get("model_type") == "gpt_oss" and spec is not None and _method(content) in (None, "mxfp4"):
+        return GptOssWeights(folder, device.dtype, device.torch_device, spec=spec)
     quantization = read_quantization(folder, content)
-    return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization, layer_names)
+    return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization, spec)
 
 
 def _method(content: dict[str, Any]) -> object:

@@ -13,6 +13,7 @@ from executor_svc.device.kernels import AttentionShape, Embedding, HeadNorms, KV
 from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.experts_weights import ExpertsWeights
+from executor_svc.models.file_form import FINAL_NORM, POSITIONS
 from executor_svc.models.layers.attention import Attention, HeadRows
 from executor_svc.models.layers.inputs import LayerInput, TokenInputs
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
@@ -48,7 +49,7 @@ class DecoderWeights:
     def ends(self) -> tuple[Embedding, Linear]:
         """Return the table of embeddings and the linear from hidden states to logits, which may have one weight."""
         if self._spec.tied:
-            return self._builder.prepare_tied(HEAD, self._end(TABLE))
+            return self._builder.prepare_tied(HEAD, self._end(TABLE), self._head_bias())
         linear = self.head()  # read by threads, beside the table
         return self.embedding(), linear
 
@@ -58,14 +59,30 @@ class DecoderWeights:
 
     def head(self) -> Linear:
         """Return the linear from hidden states to logits alone."""
-        return self._builder.prepare_linear(HEAD, self._end(TABLE if self._spec.tied else HEAD))
+        return self._builder.prepare_linear(HEAD, self._end(TABLE if self._spec.tied else HEAD), self._head_bias())
+
+    def positions(self, max_model_len: int) -> Tensor | None:
+        """Return the learned position of each token, [at least max_model_len, hidden]; None if the model has none.
+
+        Beyond its last one, which drafts alone may be, that one counts.
+        """
+        spec = self._spec.positions
+        if spec is None:
+            return None
+        table = self._weights.get(f"{POSITIONS}.weight", (spec.first_row + spec.count, self._spec.hidden_size))
+        table = table[spec.first_row :].contiguous()
+        beyond = max(0, max_model_len - spec.count)
+        return torch.cat([table, table[-1:].expand(beyond, -1)]) if beyond else table
+
+    def _head_bias(self) -> Tensor | None:
+        return self._bias(HEAD, self._spec.vocab_size) if self._spec.head_bias else None
 
     def _end(self, name: str) -> LinearWeight | StoredLinear:
         size = (self._spec.vocab_size, self._spec.hidden_size)
         return linear_weight([self._weights.open_linear(name, size)], self._builder.dtype)
 
     def final_norm(self) -> Norm:
-        return self.norm("model.norm", self._spec.hidden_size)
+        return self.norm(FINAL_NORM, self._spec.hidden_size)
 
     def layer(
         self, index: int, shape: AttentionShape, scales: KVScales | None, columns: int | None = None

@@ -42,12 +42,12 @@ class DummyWeights(Weights):
     def draw(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return the tensor, drawn in place on a device, in the model's dtype."""
         tensor = torch.empty(shape, dtype=self._dtype, device=device)
-        if "norm" in name:
+        if _is_norm(name):
             return tensor.fill_(1.0)
         return tensor.normal_(0.0, _STD, generator=self._generator(name, device))
 
     def _stored_blocks(self, name: str, shape: tuple[int, ...], rows: int) -> Iterator[Tensor]:
-        if "norm" in name:
+        if _is_norm(name):
             yield from torch.ones(shape).split(rows)
             return
         block = torch.empty(min(rows, shape[0]), *shape[1:])
@@ -67,6 +67,11 @@ class DummyWeights(Weights):
     def _generator(self, name: str, device: torch.device) -> torch.Generator:
         seed = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:8], "little") >> 1
         return torch.Generator(device).manual_seed(seed)
+
+
+def _is_norm(name: str) -> bool:
+    """Return whether a tensor is of a norm, such as input_layernorm, ln_1 or ln_attn."""
+    return "norm" in name or ".ln_" in name
 
 
 def _draw(count: int, generator: torch.Generator) -> Iterator[Tensor]:

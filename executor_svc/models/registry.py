@@ -10,11 +10,13 @@ from executor_svc.models.families.apertus import read_apertus
 from executor_svc.models.families.cohere import read_cohere2
 from executor_svc.models.families.ernie import read_ernie
 from executor_svc.models.families.exaone import read_exaone4
+from executor_svc.models.families.falcon import read_falcon
 from executor_svc.models.families.gemma import read_gemma2, read_gemma3
 from executor_svc.models.families.gemma4 import read_gemma4
 from executor_svc.models.families.glm4 import read_glm4
+from executor_svc.models.families.gpt2 import is_opt_of_one_width, read_gpt2, read_opt
 from executor_svc.models.families.gpt_oss import read_gpt_oss
-from executor_svc.models.families.granite import read_granite, read_granite_4
+from executor_svc.models.families.granite import read_granite, read_granite_4, read_granite_swa
 from executor_svc.models.families.hunyuan import read_hunyuan
 from executor_svc.models.families.llama import read_llama, read_seed_oss, read_smollm3
 from executor_svc.models.families.llama4 import read_llama4
@@ -32,7 +34,9 @@ from executor_svc.models.families.mixtures import (
     read_qwen3_moe,
 )
 from executor_svc.models.families.nemotron import read_nemotron
+from executor_svc.models.families.neox import read_gpt_neox
 from executor_svc.models.families.olmo import read_olmo2, read_olmo3
+from executor_svc.models.families.phi import has_plain_heads, read_phi
 from executor_svc.models.families.phi3 import read_phi3
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
 from executor_svc.models.families.starcoder import read_starcoder2
@@ -50,6 +54,9 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Ernie4_5ForCausalLM": read_ernie,
     "Ernie4_5_MoeForCausalLM": read_ernie_moe,
     "Exaone4ForCausalLM": read_exaone4,
+    "FalconForCausalLM": read_falcon,
+    "GPT2LMHeadModel": read_gpt2,
+    "GPTNeoXForCausalLM": read_gpt_neox,
     "Gemma2ForCausalLM": read_gemma2,
     "Gemma3ForCausalLM": read_gemma3,
     "Gemma3ForConditionalGeneration": read_gemma3_wrapped,
@@ -61,6 +68,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "GraniteForCausalLM": read_granite,
     "GraniteMoeForCausalLM": read_granite_moe,
     "GraniteMoeHybridForCausalLM": read_granite_4,
+    "GraniteSWAForCausalLM": read_granite_swa,
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
     "Llama4ForCausalLM": read_llama4,
@@ -73,10 +81,12 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
     "NemotronForCausalLM": read_nemotron,
+    "OPTForCausalLM": read_opt,
     "Olmo2ForCausalLM": read_olmo2,
     "Olmo3ForCausalLM": read_olmo3,
     "OlmoeForCausalLM": read_olmoe,
     "Phi3ForCausalLM": read_phi3,
+    "PhiForCausalLM": read_phi,
     "Qwen2ForCausalLM": read_qwen2,
     "Qwen2MoeForCausalLM": read_qwen2_moe,
     "Qwen3ForCausalLM": read_qwen3,
@@ -85,6 +95,11 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "SmolLM3ForCausalLM": read_smollm3,
     "Starcoder2ForCausalLM": read_starcoder2,
 }
+_FORMS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "OPTForCausalLM": is_opt_of_one_width,
+    "PhiForCausalLM": has_plain_heads,
+}
+"""Whether a config.json is of the form that there is code for; others run through transformers."""
 _OLD_NAMES = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 """Names of before transformers had the model."""
 
@@ -97,6 +112,7 @@ _MODEL_TYPES = {
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "falcon": "FalconForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -104,8 +120,11 @@ _MODEL_TYPES = {
     "gemma4_text": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granite_swa": "GraniteSWAForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
@@ -123,6 +142,8 @@ _MODEL_TYPES = {
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
@@ -143,6 +164,11 @@ def own_architecture(names: Sequence[str], model_type: object = None) -> str | N
     return found or (_MODEL_TYPES.get(str(model_type)) if has_no_head(names) else None)
 
 
+def has_code(architecture: str, content: dict[str, Any]) -> bool:
+    """Return whether there is code for the form of an architecture that a config.json describes."""
+    return architecture not in _FORMS or _FORMS[architecture](content)
+
+
 def has_no_head(names: Sequence[str]) -> bool:
     """Return whether these architectures do not say what the model is for: there is none, or the bare model."""
     return all(name.endswith("Model") and "Head" not in name for name in names)
@@ -154,5 +180,5 @@ def unknown_architecture(names: Sequence[str], model_type: object) -> str:
     return (
         f"architecture {given} in config.json, with model_type {brief(model_type)}, is not supported; supported: the "
         f"{len(ARCHITECTURES)} of docs/models.md, such as LlamaForCausalLM, and most causal LMs of transformers, such "
-        "as GPTNeoXForCausalLM"
+        "as GPTJForCausalLM"
     )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,6 +40,19 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+class TensorRows(Protocol):
+    """A tensor whose rows are read from a file; its methods are as those of `StoredTensor`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def blocks(self, rows: int) -> Iterator[Tensor]: ...
+
+    def row_blocks(self, chosen: range, rows: int) -> Iterator[Tensor]: ...
+
+    def column_blocks(self, chosen: range, rows: int) -> Iterator[Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from executor_svc.device.experts import Router
 from executor_svc.device.kernels import HeadNormKind
+from executor_svc.models.file_form import HEAD as HEAD
+from executor_svc.models.file_form import TABLE as TABLE
+from executor_svc.models.file_form import FileForm
 from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import LATER, QueryScaling, RopeConfig
@@ -16,12 +19,8 @@ from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
 
 MTP_LAYERS_FIELD = "num_nextn_predict_layers"
 """Of config.json: the number of layers of a head of multi-token prediction."""
-HEAD = "lm_head"
-"""The linear whose results are logits: its name in checkpoints, and for `models.base.Builder`."""
-TABLE = "model.embed_tokens"
-"""The name of the table of embeddings in checkpoints."""
 LAYER_TABLE = "model.embed_tokens_per_layer"
-"""That of the table of inputs of layers."""
+"""The name of the table of inputs of layers in checkpoints."""
 EMBEDDINGS = "embed_tokens"
 """The table of embeddings for `models.base.Builder`."""
 
@@ -44,6 +43,11 @@ class LayerNames:
     into_mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Gate and up, or one linear of both; of an MLP without gate up alone."""
     down: str = "mlp.down_proj"
+
+    @property
+    def attention(self) -> str:
+        """The module that holds the linears of attention, sinks, and scales of keys and values."""
+        return self.qkv[0].rpartition(".")[0]
 
     @property
     def first(self) -> str:
@@ -141,6 +145,15 @@ class LayerSpec:
     """Whether it has the norms of heads that the model has."""
 
 
+@dataclass(frozen=True, slots=True)
+class LearnedPositions:
+    """A table whose row at a token's position is added to its embedding."""
+
+    count: int
+    first_row: int = 0
+    """The row of position 0 (OPT: 2)."""
+
+
 NormKind = Literal["rms", "layer", "layer with bias"]
 """Root mean square, or mean and variance (Ba et al., 2016)."""
 
@@ -201,6 +214,12 @@ class DecoderSpec:
     layer_scalars: bool = field(default=False, repr=False, metadata=LATER)
     """Whether each layer's results are multiplied with a number, `layer_scalar` in checkpoints."""
     layer_inputs: LayerInputs | None = field(default=None, repr=False, metadata=LATER)
+    head_bias: bool = field(default=False, repr=False)
+    """Whether logits have a bias. Not in the digest, as this and the following add tensors to that of the weights."""
+    positions: LearnedPositions | None = field(default=None, repr=False)
+    """None: there are none."""
+    files: FileForm = field(default=FileForm(), repr=False)
+    """Names and orders in files: of other forms the same model is read."""
 
     num_mtp_layers: int = field(default=0, repr=False)
     """Layers of a head of multi-token prediction that the checkpoint also holds. The decoder does not read them, so

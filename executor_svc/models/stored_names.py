@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from executor_svc.models.spec import HEAD
+from executor_svc.models.file_form import HEAD, LAYERS, FileForm
 
 _PREFIX = "model."
 _OTHER_PARTS = ("vision", "audio")
 """Words in the names of other parts of a checkpoint, which may have layers with the same modules."""
+_LLAMA = FileForm()
 
 
-def decoder_names(stored: Iterable[str], first: str = "input_layernorm") -> dict[str, str]:
-    """Return the stored names by those that transformers gives the tensors of a decoder.
+def decoder_names(stored: Iterable[str], first: str = "input_layernorm", form: FileForm = _LLAMA) -> dict[str, str]:
+    """Return the stored names by those that Cadenza gives the tensors of a decoder, which are transformers' of Llama.
 
-    first: a module of a decoder's layers that no other part of the checkpoint has.
+    first: a module of a decoder's layers that no other part of the checkpoint has. form: of the family's files.
 
     What stands before `layers.0` becomes `model.`: nothing in checkpoints of the model without its head, such as
     LlamaModel; `language_model.model.` in those of larger models; `transformer.` in old ones. The head has no word
@@ -23,19 +24,29 @@ def decoder_names(stored: Iterable[str], first: str = "input_layernorm") -> dict
     there are several such words, or where two tensors would have one name.
     """
     names = list(stored)
-    pattern = re.compile(rf"(?P<prefix>(?:.+\.)?)layers\.0\.{re.escape(first)}\.weight", re.DOTALL)
+    layers = re.escape(form.layers)
+    pattern = re.compile(rf"(?P<prefix>(?:.+\.)?){layers}\.0\.{re.escape(first)}\.weight", re.DOTALL)
     found = {match["prefix"] for name in names if (match := pattern.fullmatch(name))}
     found = {prefix for prefix in found if not any(word in prefix for word in _OTHER_PARTS)}
-    if _PREFIX in found or len(found) != 1:
+    if (_PREFIX in found and form.parts == _LLAMA.parts) or len(found) != 1:
         return dict(zip(names, names, strict=True))
     (prefix,) = found
-    heads = [f"{prefix[:end]}{HEAD}." for end in range(len(prefix) + 1) if end == 0 or prefix[end - 1] == "."]
-    own = {_own(name, prefix, heads): name for name in names}
+    heads = [f"{prefix[:end]}{form.head}." for end in range(len(prefix) + 1) if end == 0 or prefix[end - 1] == "."]
+    own = {_own(name, prefix, heads, form): name for name in names}
     return own if len(own) == len(names) else dict(zip(names, names, strict=True))
 
 
-def _own(name: str, prefix: str, heads: list[str]) -> str:
+def has_own_names(stored: Iterable[str], first: str) -> bool:
+    """Return whether files have Cadenza's names, as those that it writes: then they have its order, too."""
+    return f"{LAYERS}.0.{first}.weight" in stored
+
+
+def _own(name: str, prefix: str, heads: list[str], form: FileForm) -> str:
     head = next((each for each in heads if name.startswith(each)), None)
     if head is not None:
         return f"{HEAD}.{name.removeprefix(head)}"
-    return f"{_PREFIX}{name.removeprefix(prefix)}" if name.startswith(prefix) else name
+    if not name.startswith(prefix):
+        return name
+    rest = name.removeprefix(prefix)
+    part = next((own for own, part in form.parts.items() if rest.startswith(f"{part}.")), None)
+    return f"{_PREFIX}{rest}" if part is None else part + rest.removeprefix(form.parts[part])

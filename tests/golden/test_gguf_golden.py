@@ -111,6 +111,20 @@ CASES = {
     "ministral3": Case("ministral3", mixed, HEADS),
     "nemotron": Case("nemotron", shape=rope("default", partial_rotary_factor=0.5)),
     "starcoder2": Case("starcoder2"),
+    "falcon": Case("falcon", shape={"bias": False}),
+    "falcon, two norms": Case(
+        "falcon", shape={"new_decoder_architecture": True, "num_kv_heads": 2, "initializer_range": 0.3}
+    ),
+    "falcon, one norm": Case(
+        "falcon",
+        shape={"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": False},
+    ),
+    "gpt2": Case("gpt2", shape={"n_embd": 64, "n_inner": 96}),
+    "gpt_neox": Case("gpt_neox"),
+    "granite_swa": Case(
+        "granite_swa", shape={**HEADS, "layer_rope_theta": [5000.0, 0, 5000.0, 5000.0]} | rope("default")
+    ),
+    "phi": Case("phi"),
     "olmo2": Case("olmo2"),
     "olmo3": Case(
         "olmo3",

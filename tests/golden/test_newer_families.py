@@ -35,6 +35,19 @@ VOCABULARY = 131
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in NEWER},
     "exaone4 without window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "falcon of few KV heads": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False}),
+    "falcon of one norm": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon one after the other": ("falcon", {"multi_query": False, "parallel_attn": False}),
+    "gpt2 with a head of its own": ("gpt2", {"tie_word_embeddings": False, "activation_function": "gelu"}),
+    "gpt_neox one after the other": (
+        "gpt_neox",
+        {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast"},
+    ),
+    "opt without biases": ("opt", {"enable_bias": False, "activation_function": "gelu", "ffn_dim": 160}),
+    "phi of few KV heads": ("phi", {"num_key_value_heads": 2}),
     "glm4 of few dimensions": ("glm4", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.2}}),
     "granitemoehybrid without rope": ("granitemoehybrid", {"position_embedding_type": None, "attention_bias": True}),
     "olmo2 of many KV heads": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "initializer_range": 0.4}),
@@ -113,7 +126,7 @@ def test_ignored_linears_of_a_text_part_have_the_names_of_the_files(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["cohere2", "glm4"])
+@pytest.mark.parametrize("family", ["cohere2", "glm4", "gpt2", "granite_swa"])
 async def test_through_both_services_with_a_draft_model(tmp_path: Path, family: str) -> None:
     """In small chunks, from a pool too small for all requests, with drafts of a model of the same family."""
     folder, draft = (make_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in range(2))

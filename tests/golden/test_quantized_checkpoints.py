@@ -23,6 +23,8 @@ NEWER_FAMILIES = [
     ("glm4", "w4a16"),
     ("granitemoehybrid", "w4a16"),
     ("apertus", "fp8"),
+    ("gpt_neox", "gptq with desc_act"),
+    ("falcon", "w4a16"),
 ]
 """Those with layers and names unlike those of all others."""
 """One layout each; the families that are not named: w4a16."""

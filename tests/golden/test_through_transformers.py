@@ -37,8 +37,16 @@ BLOCK_SIZE = 8
 NEW_TOKENS = 12
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in HOSTED},
+    "falcon": ("falcon", {"bias": False}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "opt": ("opt", {"word_embed_proj_dim": 24}),
+    "phi": ("phi", {"qk_layernorm": True}),
     "gemma2": ("gemma2", {"num_hidden_layers": 2}),
-    "falcon, grouped heads": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon, grouped heads": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "initializer_range": 0.3},
+    ),
     "opt, norms after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 40}),
 }
 """A family and what its shape has beside the usual."""
@@ -111,8 +119,8 @@ def test_a_stored_head_is_used_whatever_config_says(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_finite(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "gpt_neox")
-    path, name = folder / "model.safetensors", "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
+    folder = make_checkpoint(tmp_path, "gptj")
+    path, name = folder / "model.safetensors", "transformer.h.1.mlp.fc_in.weight"
     tensors = load_file(path)
     tensors[name][0, 0] = float("nan")
     save_file(tensors, path, {"format": "pt"})
@@ -189,7 +197,7 @@ def test_prompt_logprobs(folders: dict[str, Path], name: str) -> None:
 
 async def test_through_both_services(folders: dict[str, Path]) -> None:
     """With the default of --numerics, which then is fast."""
-    reference, prompts = transformers_model(folders["gpt_neox"]), random_prompts(131, (1, 17, 64))
+    reference, prompts = transformers_model(folders["gptj"]), random_prompts(131, (1, 17, 64))
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     limits: dict[str, Any] = {
         "max_num_seqs": 8,
@@ -199,7 +207,7 @@ async def test_through_both_services(folders: dict[str, Path]) -> None:
         "num_threads": 1,
     }
     async with (
-        cadenza_services(folders["gpt_neox"], **limits) as running,
+        cadenza_services(folders["gptj"], **limits) as running,
         AsyncClient(running.target) as client,
     ):
         outputs = await client.generate(prompts, sampling)
@@ -258,50 +266,46 @@ def config_folder(folder: Path, family: str, **fields: Any) -> Path:
 SMALL = {"hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 72, "head_dim": 10}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0, "partial_rotary_factor": 0.4}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("gpt_neox", {}, {"numerics": "exact"}, "GPTNeoXForCausalLM runs through .*, where --numerics exact .*fast"),
+    ("gptj", {}, {"numerics": "exact"}, "GPTJForCausalLM runs through .*, where --numerics exact .*fast"),
     ("bloom", {}, {}, "BloomForCausalLM cannot run .*ALiBi"),
     ("mpt", {}, {}, "MptForCausalLM cannot run .*ALiBi"),
-    ("falcon", {"alibi": True}, {}, "FalconForCausalLM cannot run .*ALiBi"),
+    ("falcon", {"alibi": True}, {}, "config.json: alibi is True: positions by ALiBi"),
     ("mamba", {}, {}, "MambaForCausalLM cannot run .*keeps more of a sequence than keys and values"),
     ("bart", {}, {}, "BartForCausalLM cannot run .*one half of an encoder and a decoder"),
     ("bert", SMALL, {}, "BertSelfAttention is not causal"),
     ("xglm", {"d_model": 40, "attention_heads": 4, "ffn_dim": 72}, {}, "does not let its attention be replaced"),
     ("doge", SMALL, {}, "DogeAttention makes a mask of its own"),
     ("lfm2", {"layer_types": ["conv", "full_attention"]}, {}, "it has layers of type 'conv'"),
-    ("gpt_neox", {"quantization_config": {"bits": 4}}, {}, "quantized checkpoints are not supported"),
+    ("gptj", {"quantization_config": {"bits": 4}}, {}, "quantized checkpoints are not supported"),
     (
-        "gpt_neox",
-        {"architectures": ["OPTForCausalLM"]},
+        "gptj",
+        {"architectures": ["GPTNeoForCausalLM"]},
         {},
-        "architecture OPTForCausalLM .*'gpt_neox', is not supported",
+        "architecture GPTNeoForCausalLM .*'gptj', is not supported",
     ),
     (
-        "gpt_neox",
+        "gptj",
         {"model_type": "new"},
         {},
-        "architecture GPTNeoXForCausalLM in config.json, with model_type 'new', is not supported",
+        "architecture GPTJForCausalLM in config.json, with model_type 'new', is not supported",
     ),
-    (
-        "gpt_neox",
-        {"architectures": ["NewForCausalLM"]},
-        {},
-        "architecture NewForCausalLM .*docs.models.md.*of transformers",
-    ),
-    ("gpt_neox", {"hidden_size": 10**7}, {}, r"weights for --max-model-len 2048 take \d{15,} bytes .* are free"),
-    ("gpt_neox", {}, {"max_model_len": 2049}, "--max-model-len 2049: the model supports at most 2048 positions"),
-    ("gpt2", {"n_positions": None}, {}, "transformers cannot read config.json: .*'n_positions'"),
-    ("gpt_neox", {"num_attention_heads": 0}, {}, "transformers cannot read config.json: integer modulo by zero"),
-    ("gpt_neox", {"hidden_size": 0}, {}, "cannot run through transformers here: its code fails: "),
+    ("gptj", {"architectures": ["NewForCausalLM"]}, {}, "architecture NewForCausalLM .*docs.models.md.*transformers"),
+    ("gptj", {"n_embd": 16 * 10**6}, {}, r"weights for --max-model-len 2048 take \d{15,} bytes .* are free"),
+    ("gptj", {}, {"max_model_len": 2049}, "--max-model-len 2049: the model supports at most 2048 positions"),
+    ("gptj", {"n_positions": None}, {}, "transformers cannot read config.json: .*'n_positions'"),
+    ("phimoe", {"hidden_size": -1.5}, {}, "transformers cannot read config.json: "),
+    ("gptj", {"n_embd": -16}, {}, "cannot run through transformers here: its code fails: "),
     ("gpt_neox", {"dtype": ["bfloat16"]}, {}, r"config.json: dtype must be a text, not \['bfloat16'\]"),
     (
-        "gpt_neox",
+        "phi",
         {
             **SMALL,
+            "qk_layernorm": True,
             "max_position_embeddings": 64,
             "rope_parameters": {**DYNAMIC, "original_max_position_embeddings": 32},
         },
         {},
-        "--max-model-len 64: GPTNeoXForCausalLM .* 'dynamic' can serve 32 positions at most",
+        "--max-model-len 64: PhiForCausalLM .* 'dynamic' can serve 32 positions at most",
     ),
 ]
 
@@ -316,9 +320,9 @@ def test_refused(tmp_path: Path, family: str, fields: dict[str, Any], given: dic
 
 
 def test_incomplete_checkpoints(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "a", "gpt_neox", num_hidden_layers=1)
-    edit_config(folder, num_hidden_layers=2)
-    with pytest.raises(LoaderError, match=r"^model folder \S+: tensor gpt_neox.layers.1.* is missing"):
+    folder = make_checkpoint(tmp_path / "a", "gptj", n_layer=1, num_hidden_layers=1)
+    edit_config(folder, n_layer=2)
+    with pytest.raises(LoaderError, match=r"^model folder \S+: tensor transformer.h.1.* is missing"):
         build_model(options(folder))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(LoaderError, match=r"^model folder \S+: no weights: .* pytorch_model.bin is not read"):

@@ -222,7 +222,7 @@ async def test_broken_and_foreign_adapters_fail_alone_and_by_name(
 
 
 async def test_a_model_through_transformers_has_none(folders: dict[str, Path], tmp_path: Path) -> None:
-    base = make_checkpoint(tmp_path, "gpt_neox")
+    base = make_checkpoint(tmp_path, "gptj")
     async with (
         cadenza_services(base, scheduler=lora(folders), num_gpu_blocks=100) as running,
         AsyncClient(running.target) as client,

@@ -28,7 +28,7 @@ def edit(path: Path, **fields: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gptj"])
 def test_a_models_own_code_is_not_run(tmp_path: Path, family: str) -> None:
     """Of an architecture that we have, and of one through transformers."""
     marker = tmp_path / "was run"
@@ -56,7 +56,7 @@ def test_a_tokenizers_own_code_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gptj"])
 def test_pickled_weights_are_not_read(tmp_path: Path, family: str) -> None:
     marker = tmp_path / "was run"
 

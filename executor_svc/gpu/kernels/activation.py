@@ -44,6 +44,26 @@ def _gelu_tanh(gate):
 
 
 @triton.jit
+def _gelu(x):
+    """x times the normal distribution function of x (Hendrycks and Gimpel, 2016), which below 0 is erfc's half.
+
+    erfc is the approximation of Press et al. (Numerical Recipes, erfcc), within 1.2e-7 of its value everywhere.
+    """
+    t = tl.div_rn(1.0, tl.fma(tl.abs(x), 0.35355339059327373, 1.0))
+    series = tl.fma(t, 0.17087277, -0.82215223)
+    series = tl.fma(series, t, 1.48851587)
+    series = tl.fma(series, t, -1.13520398)
+    series = tl.fma(series, t, 0.27886807)
+    series = tl.fma(series, t, -0.18628806)
+    series = tl.fma(series, t, 0.09678418)
+    series = tl.fma(series, t, 0.37409196)
+    series = tl.fma(series, t, 1.00002368)
+    series = tl.fma(series, t, -1.26551223)
+    below = t * 0.5 * tl.exp(series - x * x * 0.5)
+    return x * tl.where(x < 0.0, below, 1.0 - below)
+
+
+@triton.jit
 def _tanh(x):
     """The hyperbolic tangent, within a few units of the last place.
 
@@ -118,8 +138,12 @@ def _plain(x, out, scalars, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, CHUNK
     at = (program // parts).to(tl.int64) * WIDTH + columns
     value = tl.load(x + at, columns < WIDTH, other=0.0)
     wide = value.to(tl.float32)
-    if ACTIVATION == "gelu_tanh":
+    if ACTIVATION == "gelu":
+        wide = _gelu(wide)
+    elif ACTIVATION == "gelu_tanh":
         wide = _gelu_tanh(wide)
+    elif ACTIVATION == "relu":
+        wide = tl.where(wide < 0.0, 0.0, wide)
     elif ACTIVATION == "relu2":
         wide = tl.where(wide < 0.0, 0.0, wide * wide)
     else:

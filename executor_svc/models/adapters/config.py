@@ -8,7 +8,7 @@ in its place. eva (it moves ranks, which rank_pattern then holds), gaussian, ort
 base as it is, as true and false do. `save_pretrained(path_initial_model_for_weight_conversion=…)` of peft makes an
 ordinary adapter of twice the rank of the former, and writes true.
 
-fan_in_fan_out is about weights of GPT-2's Conv1D: peft ignores it for nn.Linear, and so for all decoders here.
+fan_in_fan_out is about the base's weights, those of GPT-2's Conv1D, and not about the adapter's: it changes nothing.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def find_contents(
     Raises LoaderError, which names the tensor, the module or the field, for tensors that are missing, of other shapes
     or dtypes, too large, or without a use.
     """
-    named = _by_module(stored)
+    named = _by_module(stored, modules)
     for (name, _), tensor in named.items():
         if name not in modules:
             raise LoaderError(f"tensor {tensor.name}: {_lacking(name, modules)}")
@@ -86,9 +86,12 @@ def find_contents(
     return Contents(pairs, rows, tables)
 
 
-def _by_module(stored: Mapping[str, StoredTensor]) -> dict[tuple[str, Kind], StoredTensor]:
+def _by_module(
+    stored: Mapping[str, StoredTensor], modules: Mapping[str, Module]
+) -> dict[tuple[str, Kind], StoredTensor]:
     found: dict[tuple[str, Kind], StoredTensor] = {}
     adapters: dict[str, str] = {}
+    own = {module.stored_name: name for name, module in modules.items()}
     for name, tensor in stored.items():
         parts = parse_name(name)
         if parts.adapter is not None:
@@ -96,7 +99,7 @@ def _by_module(stored: Mapping[str, StoredTensor]) -> dict[tuple[str, Kind], Sto
         if len(adapters) > 1:
             first, second = adapters.values()
             raise LoaderError(f"tensors {first} and {second} are of two adapters")
-        other = found.setdefault((parts.module, parts.kind), tensor)
+        other = found.setdefault((own.get(parts.module, parts.module), parts.kind), tensor)
         if other is not tensor:
             raise LoaderError(f"tensors {other.name} and {name} are of one module: one of them must go")
     return found
@@ -104,11 +107,12 @@ def _by_module(stored: Mapping[str, StoredTensor]) -> dict[tuple[str, Kind], Sto
 
 def _lacking(name: str, modules: Mapping[str, Module]) -> str:
     num_layers = 1 + max(module.layer for module in modules.values() if module.layer is not None)
-    parts = name.split(".")
-    if name.startswith("model.layers.") and len(parts) > 2 and parts[2].isdecimal() and int(parts[2]) >= num_layers:
+    first = next(module.stored_name for module in modules.values() if module.layer == 0)
+    before = f"{first.partition('.0.')[0]}."
+    layer = name.removeprefix(before).partition(".")[0]
+    if name.startswith(before) and layer.isdecimal() and int(layer) >= num_layers:
         return f"the model has {num_layers} layers"
-    fused = "qkv_proj" if any(known.endswith(".qkv_proj") for known in modules) else "q_proj"
-    return f"the model has no linear or table {name} (its linears are named as in model.layers.0.self_attn.{fused})"
+    return f"the model has no linear or table {name} (its linears are named as in {first})"
 
 
 def _pair(target: LoraTarget, left: dict[tuple[str, Kind], StoredTensor], limits: AdapterLimits) -> FilePair:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from executor_svc.models.spec import HEAD, DecoderSpec, LayerNames, linear_shapes
+from executor_svc.models.stored_order import rows_by_head
 
 EMBEDDING = "model.embed_tokens"
 
@@ -18,7 +19,9 @@ class Module:
     """A linear of the checkpoint, or the table of embeddings."""
 
     name: str
-    """Such as model.layers.0.self_attn.q_proj."""
+    """In Cadenza, such as model.layers.0.self_attn.q_proj."""
+    stored_name: str
+    """In transformers, such as transformer.h.0.attn.c_attn; adapters name it so."""
     shape: tuple[int, int]
     """[out_features, in_features] of its weight; of the table [vocabulary, hidden]."""
     layer: int | None
@@ -27,6 +30,8 @@ class Module:
     """The linear, as Cadenza runs it, that holds this one's rows; None: the table."""
     first_row: int
     """Of its rows among that linear's, heads not padded."""
+    stored_rows: tuple[range, ...] = ()
+    """Its rows, as Cadenza has them, among those of transformers; (): they are in the same order."""
 
 
 def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
@@ -48,7 +53,8 @@ def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
             continue
         first_row = rows_before.get((layer, linear), 0)
         rows_before[layer, linear] = first_row + shape[0]
-        modules[name] = Module(name, shape, layer, linear, first_row)
+        rows = rows_by_head(spec) if spec.files.qkv_by_head and linear == "attention.qkv" else ()
+        modules[name] = Module(name, spec.files.stored_name(name), shape, layer, linear, first_row, rows)
     return modules
 
 

@@ -110,6 +110,8 @@ class ModelAdapters:
 
         Raises ValueError for an adapter that does not fit the model or its largest rank.
         """
+        if adapter.head_rows is not None and self.spec.head_bias:
+            raise ValueError("it has rows of a head whose logits have a bias, which is not supported")
         adapter = own_adapter(adapter, self.spec, self._share)
         if unknown := adapter.linears.keys() - self._linears.keys():
             raise ValueError(f"the model has no {sorted(map(str, unknown))[0]}")

@@ -24,6 +24,7 @@ from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.safetensors_file import StoredTensor, tensors_of
 from executor_svc.models.spec import HEAD, DecoderSpec
+from executor_svc.models.stored_order import row_order
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -209,6 +210,8 @@ class _TensorReader:
 
 def _part(pair: FilePair, a: Tensor, b: Tensor) -> LoraPart:
     module = pair.target.module
+    if module.stored_rows:
+        b = b[row_order(module.stored_rows)]
     return LoraPart(module.name, a, b, pair.target.scale, module.first_row)
 
 

@@ -18,9 +18,6 @@ from executor_svc.models.base import ModelConfigError
 from executor_svc.models.quantized.name_pattern import MatchTime, NamePattern, PatternError
 from executor_svc.models.spec import HEAD
 
-_TABLES = {"embed_tokens": EMBEDDING, EMBEDDING: EMBEDDING, HEAD: HEAD}
-"""The modules that may be saved whole or have single rows trained, by the names that configs use."""
-
 _PLAIN = re.compile(r"[A-Za-z0-9_.]*")
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
@@ -50,8 +47,9 @@ class Targets:
 def find_targets(config: AdapterConfig, modules: Mapping[str, Module], tied: bool) -> Targets:
     """Return what a config names among a model's modules; raises ModelConfigError or LoaderError naming the field."""
     _check_layers(config, modules.values())
-    saved = {_table(name, "modules_to_save") for name in config.modules_to_save}
-    token_ids, shares_rows = _token_rows(config, tied)
+    tables = _tables(modules)
+    saved = {_table(name, "modules_to_save", tables) for name in config.modules_to_save}
+    token_ids, shares_rows = _token_rows(config, tied, tables)
     rules = _Rules(config)
     names = [name for name in modules if name not in saved and rules.has_target(modules[name])]
     if tied and config.ensure_weight_tying:  # the head follows the embedding, with tensors of its own
@@ -85,11 +83,11 @@ class _Rules:
 
     def has_target(self, module: Module) -> bool:
         """Return whether a module has a LoRA pair; modules saved whole are the caller's."""
-        name = module.name
+        name = module.stored_name
         if _named(name, self._excluded):
             return False
         if self._all_linear:
-            return name not in (EMBEDDING, HEAD)
+            return module.name not in (EMBEDDING, HEAD)
         if not _named(name, self._target):
             return False
         chosen = self._config.layers_to_transform
@@ -99,8 +97,8 @@ class _Rules:
         return self._layer(name) in chosen
 
     def target(self, module: Module) -> LoraTarget:
-        rank = next((rank for key, rank in self._ranks if key.ends(module.name)), self._config.r)
-        alpha = next((alpha for key, alpha in self._alphas if key.ends(module.name)), self._config.lora_alpha)
+        rank = next((rank for key, rank in self._ranks if key.ends(module.stored_name)), self._config.r)
+        alpha = next((alpha for key, alpha in self._alphas if key.ends(module.stored_name)), self._config.lora_alpha)
         return LoraTarget(module, rank, self._config.scale(rank, alpha))
 
     def _layer(self, name: str) -> int | None:
@@ -149,13 +147,23 @@ def _named(name: str, names: frozenset[str] | NamePattern) -> bool:
     return any(".".join(parts[start:]) in names for start in range(len(parts)))
 
 
-def _token_rows(config: AdapterConfig, tied: bool) -> tuple[dict[str, tuple[int, ...]], bool]:
+def _tables(modules: Mapping[str, Module]) -> dict[str, str]:
+    """Return the modules that may be saved whole or have single rows trained, by the names that configs use."""
+    names = {table: modules[table].stored_name for table in (EMBEDDING, HEAD)}
+    whole = {stored: table for table, stored in names.items()}
+    return {stored.rpartition(".")[2]: table for table, stored in names.items()} | whole | {HEAD: HEAD}
+
+
+def _token_rows(
+    config: AdapterConfig, tied: bool, tables: Mapping[str, str]
+) -> tuple[dict[str, tuple[int, ...]], bool]:
     """Return the token ids by table, and whether a tied head shares the embedding's rows."""
     given = config.trainable_token_indices
-    by_name = given if isinstance(given, Mapping) else {EMBEDDING: given} if given else {}
+    table_name = next(name for name, table in tables.items() if table == EMBEDDING)
+    by_name = given if isinstance(given, Mapping) else {table_name: given} if given else {}
     found: dict[str, tuple[int, ...]] = {}
     for name, ids in by_name.items():
-        table = _table(name, "trainable_token_indices")
+        table = _table(name, "trainable_token_indices", tables)
         if table in found:
             raise _error("trainable_token_indices", f"names {table} twice")
         found[table] = ids
@@ -167,10 +175,11 @@ def _token_rows(config: AdapterConfig, tied: bool) -> tuple[dict[str, tuple[int,
     return found, shares
 
 
-def _table(name: str, field: str) -> str:
-    if name not in _TABLES:
-        raise _error(field, f"names {brief(name)}: only embed_tokens and lm_head are supported")
-    return _TABLES[name]
+def _table(name: str, field: str, tables: Mapping[str, str]) -> str:
+    if name not in tables:
+        names = [next(name for name, known in tables.items() if known == table) for table in (EMBEDDING, HEAD)]
+        raise _error(field, f"names {brief(name)}: only {' and '.join(names)} are supported")
+    return tables[name]
 
 
 def _check_layers(config: AdapterConfig, modules: Iterable[Module]) -> None:

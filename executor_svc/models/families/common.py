@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from cadenza_common.brief import brief
@@ -31,6 +32,7 @@ def read_common(
     tied: bool = False,
     read_rotary: RopeReader | None = None,
     activation: tuple[str, str, dict[str, Activation]] = ("hidden_act", "silu", _SILU),
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> DecoderSpec:
     """Return the parts that all families share, with full attention in all layers; families replace the rest.
 
@@ -41,8 +43,9 @@ def read_common(
         hidden_size / num_attention_heads.
         read_rotary: reads the rotary embedding from (all fields, head size, max_position_embeddings).
         activation: its field, its default, and the names that are supported.
+        names: as of `Fields`; with one for intermediate_size, an MLP has four times the hidden size by default.
     """
-    fields = Fields(config)
+    fields = Fields(config, names=names)
     _refuse_unsupported(fields)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -54,7 +57,9 @@ def read_common(
     return DecoderSpec(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer(
+            "intermediate_size", 4 * hidden_size if "intermediate_size" in names else None
+        ),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,

@@ -1,6 +1,7 @@
 """Granite 3 (IBM, 2024), dense: GraniteForCausalLM. Llama with multipliers.
 
-Granite 4.0 (2025), of attention layers alone and without experts: GraniteMoeHybridForCausalLM.
+Granite 4.0 (2025), of attention layers alone and without experts: GraniteMoeHybridForCausalLM. Granite 4.0 swash:
+GraniteSWAForCausalLM, with sinks, windows in three of four layers, and a theta of each layer.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields
-from executor_svc.models.families.common import rotated_where
+from executor_svc.models.config_fields import Fields, is_number
+from executor_svc.models.families.common import layer_windows, optional_window, rotated_where, with_windows
 from executor_svc.models.families.llama import read_llama
+from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.spec import DecoderSpec, LayerNames
 
+_WINDOW = 128
 _NAMES_4 = LayerNames(into_mlp=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 
 
@@ -36,6 +39,40 @@ def read_granite_4(config: dict[str, Any]) -> DecoderSpec:
     spec = replace(read_llama({**config, **sizes, **without}), names=_NAMES_4)
     is_rotated = fields.text("position_embedding_type") == "rope"
     return _multiplied(rotated_where(spec, [is_rotated] * spec.num_layers), fields)
+
+
+def read_granite_swa(config: dict[str, Any]) -> DecoderSpec:
+    """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
+    fields = Fields(config)
+    spec = read_llama({"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, **config})
+    windows = layer_windows(fields, spec.num_layers, optional_window(fields, _WINDOW), lambda i: i % 4 != 0)
+    spec = with_windows(spec, windows)
+    layers = (
+        replace(layer, sinks=True, rope=_with_theta(layer.rope, theta))
+        for layer, theta in zip(spec.layers, _thetas(fields, spec.num_layers), strict=True)
+    )
+    return _multiplied(replace(spec, layers=tuple(layers)), fields)
+
+
+def _thetas(fields: Fields, num_layers: int) -> list[float | None]:
+    """Return the theta of each layer, 0: it has no rotary embedding, None: the model's."""
+    thetas = fields.get("layer_rope_theta")
+    if thetas is None:
+        return [None] * num_layers
+    if not isinstance(thetas, list) or len(thetas) != num_layers:
+        shown = f"{len(thetas)} entries" if isinstance(thetas, list) else brief(thetas)
+        raise fields.error(
+            "layer_rope_theta", f"must be a list with num_hidden_layers {num_layers} entries, not {shown}"
+        )
+    if wrong := [each for each in thetas if each != 0 and not (is_number(each) and each > 1)]:
+        raise fields.error("layer_rope_theta", f"must be a list of numbers above 1, or 0, not {brief(wrong[0])}")
+    return [float(each) for each in thetas]
+
+
+def _with_theta(rope: RopeConfig | None, theta: float | None) -> RopeConfig | None:
+    if rope is None or theta is None:
+        return rope
+    return replace(rope, theta=theta) if theta else None
 
 
 def _multiplied(spec: DecoderSpec, fields: Fields) -> DecoderSpec:

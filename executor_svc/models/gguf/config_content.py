@@ -20,16 +20,21 @@ _ARCHITECTURES = {
     "cohere2": "Cohere2ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "falcon": "FalconForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gptneox": "GPTNeoXForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granite_swa": "GraniteSWAForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "nemotron": "NemotronForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "phi2": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -41,12 +46,22 @@ _ARCHITECTURES = {
 _MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gptneox": "gpt_neox",
     "hunyuan-dense": "hunyuan_v1_dense",
     "mistral3": "ministral3",
+    "phi2": "phi",
 }
 """Where config.json has another model_type than the name in GGUF."""
 _TABLE = "token_embd.weight"
-_LAYER_NORMS = {"cohere2": "layer_norm_eps", "nemotron": "norm_eps", "starcoder2": "norm_epsilon"}
+_LAYER_NORMS = {
+    "cohere2": "layer_norm_eps",
+    "falcon": "layer_norm_epsilon",
+    "gpt2": "layer_norm_epsilon",
+    "gptneox": "layer_norm_eps",
+    "nemotron": "norm_eps",
+    "phi2": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+}
 """Architectures with norms of mean and variance, and the field of their eps."""
 _EXAONE_32B = 64
 """Layers of the EXAONE 4 with windows; llama.cpp knows these, and files of older converters do not name them."""
@@ -202,17 +217,51 @@ def _family_content(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]
         case "seed_oss":
             return {"attention_out_bias": _has_bias(read.file, "attn_output")}
         case "granite":
-            names = {
-                "embedding_multiplier": "embedding_scale",
-                "attention_multiplier": "attention.scale",
-                "residual_multiplier": "residual_scale",
-                "logits_scaling": "logit_scale",
-            }
-            stated = {field: read.number(name) for field, name in names.items() if read.has(name)}
-            found = {field: number for field, number in stated.items() if number}  # llama.cpp: 0 is absent
-            return {"attention_multiplier": 1 / math.sqrt(content["head_dim"])} | found
+            return _granite_content(read, content)
+        case "granite_swa":
+            return _granite_swa_content(read, content, window)
+        case "gptneox":
+            is_parallel = read.file.metadata.flag("gptneox.use_parallel_residual", True)
+            return {"use_parallel_residual": is_parallel, "attention_bias": _has_bias(read.file, "attn_qkv")}
+        case "falcon":
+            return _falcon_content(read, content)
+        case "phi2":
+            return {"has_fused_qkv": "blk.0.attn_qkv.weight" in read.file.tensors}
         case _:
             return {}
+
+
+def _granite_content(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]:
+    names = {
+        "embedding_multiplier": "embedding_scale",
+        "attention_multiplier": "attention.scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    stated = {field: read.number(name) for field, name in names.items() if read.has(name)}
+    found = {field: number for field, number in stated.items() if number}  # llama.cpp: 0 is absent
+    return {"attention_multiplier": 1 / math.sqrt(content["head_dim"])} | found
+
+
+def _granite_swa_content(read: _KeyReader, content: dict[str, Any], window: int | None) -> dict[str, Any]:
+    """Return the multipliers of Granite, the layers with a window, and those without a rotary embedding."""
+    found = _granite_content(read, content) | {"sliding_window": window} | _layer_types(read, content)
+    pattern = read.file.metadata.get(f"{read.architecture}.attention.rope_pattern")
+    if isinstance(pattern, list):
+        found["layer_rope_theta"] = [content["rope_theta"] if each else 0 for each in pattern]
+    return found
+
+
+def _falcon_content(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]:
+    """Return which of its architectures a Falcon has: files do not name it. Theirs have attention beside the MLP."""
+    has_two_norms = "blk.0.attn_norm_2.weight" in read.file.tensors
+    kv_heads = content["num_key_value_heads"]
+    return {
+        "new_decoder_architecture": has_two_norms or kv_heads > 1,
+        "num_kv_heads": kv_heads,
+        "num_ln_in_parallel_attn": 2 if has_two_norms else 1,
+        "bias": _has_bias(read.file, "attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    }
 
 
 def _gemma_content(read: _KeyReader, content: dict[str, Any], window: int | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def rope_content(file: GgufFile, architecture: str, head_size: int, read_vector:
         return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
     content: dict[str, Any] = {"rope_theta": theta}
     size = metadata.integer(f"{prefix}.dimension_count", head_size)
-    if architecture in ("glm4", "glm4moe", "minimax-m2", "nemotron", "phi3"):
+    if architecture in ("glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi2", "phi3"):
         content["partial_rotary_factor"] = _share(size, head_size)
     elif size != head_size:
         raise metadata.error(f"{prefix}.dimension_count", f"must be the size of a head, {head_size}, not {size}")

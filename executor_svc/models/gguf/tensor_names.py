@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from executor_svc.models.file_form import FINAL_NORM, HEAD, POSITIONS, TABLE
+
 _ENDS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
+    TABLE: "token_embd",
+    POSITIONS: "position_embd",
+    FINAL_NORM: "output_norm",
+    HEAD: "output",
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
@@ -65,6 +68,7 @@ _INPUTS = {
     "post_per_layer_input_norm": "post_norm",
 }
 _SCALAR = "layer_scalar"
+_NEOX_MLP = {"mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"}
 _OTHER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(_GEMMA, _GEMMA_NORMS),
     **dict.fromkeys(("exaone4", "olmo2"), _NORMS_AFTER),
@@ -72,6 +76,23 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
+    "falcon": {
+        "ln_attn": "attn_norm_2",
+        "ln_mlp": "attn_norm",
+        "self_attention.query_key_value": "attn_qkv",
+        "self_attention.dense": "attn_output",
+        **_NEOX_MLP,
+    },
+    "gpt2": {
+        "ln_1": "attn_norm",
+        "ln_2": "ffn_norm",
+        "attn.c_attn": "attn_qkv",
+        "attn.c_proj": "attn_output",
+        "mlp.c_fc": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+    },
+    "gptneox": {"attention.query_key_value": "attn_qkv", "attention.dense": "attn_output", **_NEOX_MLP},
+    "phi2": {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
     "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
@@ -79,7 +100,7 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
 """By architecture: what is called otherwise than in `_LAYER`, or is not there."""
-_NEIGHBOURS_ROTATED = ("granite", "llama", "mistral3", "smollm3")
+_NEIGHBOURS_ROTATED = ("granite", "granite_swa", "llama", "mistral3", "smollm3")
 """Those whose checkpoints rotate halves; where checkpoints rotate neighbours themselves, files have their order."""
 _ROTATED = ("self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.k_proj.bias")
 
@@ -105,6 +126,8 @@ class TensorNames:
         words = part.split(".", 3)
         if kind == _SCALAR and len(words) == 3:
             return f"blk.{words[2]}.layer_output_scale.weight"
+        if kind == "sinks":
+            return f"blk.{words[2]}.attn_sinks.weight"
         layer_names = _LAYER | _OTHER_NAMES.get(self.architecture, {})
         if len(words) < 4 or words[3] not in layer_names:
             return name

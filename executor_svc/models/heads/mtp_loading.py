@@ -57,7 +57,7 @@ def load_mtp(config: ExecutorConfig, device: Device, target: LoadedModel) -> Loa
     spec, config = _head_spec(config, checkpoint), draft_config(config.model, config)
     assert isinstance(target.model, Decoder)
     with naming(config.model, f"--speculative {config.speculative}: --model"), own_few_bits(device) as few_bits:
-        weights = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec.names)
+        weights = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec)
         reader = _MtpReader(spec, weights, config, device, target)
         max_model_len = target.geometry.max_model_len
         reader.check(checkpoint.folder, max_model_len)

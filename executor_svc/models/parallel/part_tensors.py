@@ -17,7 +17,7 @@ from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.parallel.split import Part
 from executor_svc.models.quantized.rows import LazyRows, row_ranges
 from executor_svc.models.quantized.tensors import CheckpointTensors
-from executor_svc.models.safetensors_file import StoredTensor
+from executor_svc.models.safetensors_file import StoredTensor, TensorRows
 
 _OUT, _IN = 0, 1
 _AXES: dict[str, tuple[int, ...]] = {
@@ -46,14 +46,14 @@ class Cut:
         count = sum(map(len, self.ranges))
         return (count, *whole[1:]) if self.axis == 0 else (whole[0], count)
 
-    def blocks(self, stored: StoredTensor, rows: int) -> Iterator[Tensor]:
+    def blocks(self, stored: TensorRows, rows: int) -> Iterator[Tensor]:
         """Yield it from the file, `rows` rows at a time; a block is valid until the next one."""
         if not self.ranges:
             yield from stored.blocks(rows)
         elif self.axis == 0:
             total = sum(map(len, self.ranges))
             for block in row_ranges(total, rows):
-                pieces = [next(stored.row_blocks(each, len(each))) for each in _within(self.ranges, block)]
+                pieces = [next(stored.row_blocks(each, len(each))) for each in within(self.ranges, block)]
                 yield pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         else:
             for blocks in zip(*(stored.column_blocks(each, rows) for each in self.ranges), strict=True):
@@ -145,7 +145,7 @@ def _cut(stored: StoredTensor, axes: tuple[int, ...], whole: LazyRows, part: Par
     return Cut(axis, tuple(range(chosen.start // each, chosen.stop // each) for chosen in part.ranges))
 
 
-def _within(ranges: tuple[range, ...], chosen: slice) -> Iterator[range]:
+def within(ranges: tuple[range, ...], chosen: slice) -> Iterator[range]:
     """Yield the parts of ranges, joined, that lie at these places."""
     first = 0
     for each in ranges:

@@ -34,13 +34,12 @@ class _Target:
     text: str
     pattern: NamePattern | None
 
-    def rank(self, module: str) -> int | None:
-        """Return how closely this matches a module, 0 the closest; None: not at all."""
+    def rank(self, module: str, classes: tuple[str, ...]) -> int | None:
+        """Return how closely this matches a module of these classes, 0 the closest; None: not at all."""
         if self.pattern is not None:
             return 1 if self.pattern.match(module) else None
         if self.text == module:
             return 0
-        classes = _EMBEDDING_CLASSES if module.endswith("embed_tokens") else _LINEAR_CLASSES
         return 2 if self.text in classes else None
 
 
@@ -73,14 +72,15 @@ class CompressedTensors:
         Names precede patterns, patterns precede classes, and of several patterns or classes the first by its letters
         counts, in whatever group it is: so does the library that writes such files. (vLLM takes the first group.)
         """
-        if any(target.rank(name) is not None for target in self.ignored for name in names):
+        classes = _EMBEDDING_CLASSES if names[0].endswith("embed_tokens") else _LINEAR_CLASSES
+        if any(target.rank(name, classes) is not None for target in self.ignored for name in names):
             return None
         ranked = [
             (rank, target.text, index)
             for index, (targets, _) in enumerate(self.groups)
             for target in targets
             for name in names
-            if (rank := target.rank(name)) is not None
+            if (rank := target.rank(name, classes)) is not None
         ]
         return self.groups[min(ranked)[2]][1] if ranked else None
 

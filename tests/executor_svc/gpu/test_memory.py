@@ -26,11 +26,11 @@ from tests.helpers.executor.allocations import taken_by
 from tests.helpers.executor.plans import ints, plan, scheduled, sequence
 
 SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 16, "max_model_len": 96, "num_gpu_blocks": 64}
-VOCAB = {"llama": 600, "gpt2": 20000}
-"""Large for gpt2: sampling for all sequences at once then takes more than logprobs of prompts, computed in pieces."""
+VOCAB = {"llama": 600, "gptj": 20000}
+"""Large for gptj: sampling for all sequences at once then takes more than logprobs of prompts, computed in pieces."""
 SHAPES: dict[str, dict[str, int]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 64},
-    "gpt2": {"n_layer": 1, "n_head": 1},
+    "gptj": {"n_layer": 1, "n_head": 1},
 }
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter takes, of the CPU")
 
@@ -64,7 +64,7 @@ def run_hungry_steps(executor: Executor) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama", {"quantization": "fp8_w8a8", "dtype": "bfloat16"}), pytest.param("gpt2", {}, marks=pytest.mark.long)],
+    [("llama", {"quantization": "fp8_w8a8", "dtype": "bfloat16"}), pytest.param("gptj", {}, marks=pytest.mark.long)],
 )
 def test_steps_take_what_the_trial_took(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = hosted_or_own(family, tmp_path, **options)
@@ -85,7 +85,7 @@ def test_steps_take_what_the_trial_took(family: str, options: dict[str, Any], tm
 @interpreted
 @pytest.mark.slow
 def test_hosted_models_have_block_tables_by_sequence(tmp_path: Path) -> None:
-    model = hosted_or_own("gpt2", tmp_path)
+    model = hosted_or_own("gptj", tmp_path)
 
     def kept(num_tokens: int) -> int:
         config = ExecutorConfig(**model.options | {"max_num_batched_tokens": num_tokens, "num_gpu_blocks": 1})

@@ -150,21 +150,21 @@ def test_scales_of_one_layer(folder: Path, tmp_path: Path, caplog: pytest.LogCap
 
 @pytest.mark.parametrize(
     ("family", "layers", "quantization"),
-    short_and_long([("falcon", 1, "int8"), ("gpt_neox", 2, "fp8")], [("falcon", 1, "int8")]),
+    short_and_long([("codegen", 1, "int8"), ("codegen", 2, "fp8")], [("codegen", 1, "int8")]),
 )
 def test_models_of_transformers_are_quantized_too(
     family: str, layers: int, quantization: Quantization, tmp_path: Path
 ) -> None:
     """Whatever that does to their logits: the check when they are loaded is of attention alone."""
-    folder = make_checkpoint(tmp_path, family, dtype=F16, num_hidden_layers=layers)
+    folder = make_checkpoint(tmp_path, family, dtype=F16, n_layer=layers, num_hidden_layers=layers)
     model = Model(folder, device="cuda", quantization=quantization).loaded.model
     prepared = [part for part in model._model.modules() if isinstance(part, PreparedLinear)]
     assert len(prepared) == 4 * layers + 1
 
 
 @pytest.mark.long
-def test_models_of_transformers_have_an_fp8_cache_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the checkpoint says so, with its scales; their queries stay in the model's dtype."""
+def test_scales_by_the_names_of_a_family(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the checkpoint says so: they are in its attention, whatever that is called."""
     original = make_checkpoint(tmp_path / "original", "gpt_neox", dtype=F16, num_key_value_heads=4)
     scales = torch.tensor([[0.02, 0.3], [0.011, 0.05]])
     named = {

@@ -14,6 +14,7 @@ import pytest
 
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.config_fields import Fields
+from executor_svc.models.gguf.config_content import _ARCHITECTURES
 from executor_svc.models.registry import ARCHITECTURES
 from executor_svc.models.rope_fields import ROPE_TYPES
 from executor_svc.models.spec import DecoderSpec
@@ -48,6 +49,12 @@ NAMES = {
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "granite_swa": "GraniteSWAForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
@@ -75,6 +82,7 @@ SIZES = {
 WRAPPED = ("gemma3", "gemma4", "llama4", "mistral3")
 """Their decoder's fields are in `text_config`."""
 ALWAYS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"rotary_pct": 0.5},
     "granitemoehybrid": {"layer_types": ["attention"] * 6},
     **{family: {"num_experts": 8, "num_experts_per_tok": 2} for family in MIXTURES},
     "llama4": {"moe_layers": []},
@@ -389,6 +397,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama4_text", {"layer_types": ["sliding_attention"] * 6}, "layer_types 'sliding_attention' is not supported"),
     ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size must be a positive integer, not 0"),
     ("llama4_text", {"floor_scale": -1}, "floor_scale must be a positive integer, not -1"),
+    ("falcon", {"alibi": True}, "alibi is True: positions by ALiBi"),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 3}, "num_kv_heads 3 does not divide num_attention_h"),
+    ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn must be at most 2, not 3"),
+    ("falcon", {"activation": "silu"}, "activation 'silu' is not supported; supported: gelu, gelu_fast, gelu_new"),
+    ("falcon", {"n_head": 0}, "n_head must be a positive integer, not 0"),
+    ("gpt2", {"n_embd": "a"}, "n_embd must be a positive integer, not 'a'"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True: the model has no encoder"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false: attention without a scale"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True: layers with scales"),
+    ("gpt_neox", {"rotary_pct": 0.3}, "partial_rotary_factor gives 3 rotated dimensions of head_dim 12"),
+    ("gpt_neox", {"attention_bias": 1}, "attention_bias must be true or false, not 1"),
+    ("granite_swa", {"layer_rope_theta": [1e4] * 5}, "layer_rope_theta must be a list with num_hidden_layers 6 entr"),
+    ("granite_swa", {"layer_rope_theta": [1e4] * 5 + [1]}, "layer_rope_theta must be a list of numbers above 1, or 0"),
+    ("granite_swa", {"sliding_window": None}, "sliding_window must be a positive integer: layer_types has"),
+    ("opt", {"ffn_dim": -1}, "ffn_dim must be a positive integer, not -1"),
+    ("opt", {"activation_function": "swish"}, "activation_function 'swish' is not supported; supported: gelu, gelu_f"),
+    ("phi", {"partial_rotary_factor": 2}, "partial_rotary_factor gives 24 rotated dimensions of head_dim 12"),
     ("glm4", {"partial_rotary_factor": 0.2}, "partial_rotary_factor gives 25 rotated dimensions of head_dim 128"),
     ("granitemoehybrid", {"layer_types": ["mamba"] * 6}, "layer_types is ['mamba'"),
     ("granitemoehybrid", {"layer_types": ["attention"]}, "layer_types has 1 entries, not num_hidden_layers"),
@@ -477,8 +502,17 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+HOW = ("native", "through transformers", "refused")
+
+
 def test_page_lists_the_architectures() -> None:
-    assert [row[0].strip("`") for row in rows("Architectures")] == sorted(ARCHITECTURES)
+    found = {how: [row for row in rows("Architectures") if row[2] == how] for how in HOW}
+    assert rows("Architectures") == [row for how in HOW for row in found[how]]
+    assert [row[0].strip("`") for row in found["native"]] == sorted(ARCHITECTURES)
+    assert not {row[0].strip("`") for how in HOW[1:] for row in found[how]} & set(ARCHITECTURES)
+    assert {row[3] for row in rows("Architectures")} == {"own", "by transformers", "no"}
+    files = {row[4].strip("`") for row in found["native"]} - {"no"}
+    assert files - {"granitemoe"} == set(_ARCHITECTURES), "Granite's mixtures have another form in GGUF"
     assert set(NAMES) == {*FAMILIES, *NEWER, *WRAPPED, *MIXTURES, "mimo"}, (
         "transformers has no code for MiMo: tests make its checkpoints from Qwen2's"
     )

@@ -30,7 +30,21 @@ from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import random_prompts, teacher_forced, transformers_model
 from tests.helpers.models.peft_adapters import spec_of
 
-WITH_PARTS = ("cohere2", "gemma4_text", "glm4", "granitemoehybrid", "apertus", "llama4_text", "ministral3")
+WITH_PARTS = (
+    "cohere2",
+    "gemma4_text",
+    "llama4_text",
+    "glm4",
+    "granitemoehybrid",
+    "apertus",
+    "ministral3",
+    "gpt2",
+    "gpt_neox",
+    "falcon",
+    "opt",
+    "phi",
+    "granite_swa",
+)
 """Of the newer families: layers and names unlike those of all others."""
 
 

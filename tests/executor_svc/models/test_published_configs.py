@@ -19,8 +19,10 @@ from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.registry import ARCHITECTURES, own_architecture
 from executor_svc.models.spec import DecoderSpec, linear_shapes
+from executor_svc.models.stored_names import decoder_names
 
 FILES = sorted((Path(__file__).parents[2] / "data" / "published_configs").iterdir())
+LISTS = ("layer_types", "no_rope_layers", "layer_rope_theta")
 MOST_LAYERS = 8
 """Of a model that is built: more are alike."""
 
@@ -73,12 +75,14 @@ class Builder:
 
 def few_layers(content: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a model with its first layers alone."""
-    lists: dict[str, Any] = {
-        name: content[name][:MOST_LAYERS] for name in ("layer_types", "no_rope_layers") if content.get(name)
-    }
+    lists: dict[str, Any] = {name: content[name][:MOST_LAYERS] for name in LISTS if content.get(name)}
     if content.get("num_kv_shared_layers"):
         lists["num_kv_shared_layers"] = 2
-    return {**content, "num_hidden_layers": min(MOST_LAYERS, content["num_hidden_layers"]), **lists}
+    return {**content, count_of_layers(content): min(MOST_LAYERS, content[count_of_layers(content)]), **lists}
+
+
+def count_of_layers(content: dict[str, Any]) -> str:
+    return "n_layer" if "n_layer" in content else "num_hidden_layers"
 
 
 def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
@@ -90,7 +94,14 @@ def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tup
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(value.shape) or (1,) for name, value in model.state_dict().items()}
-    return {name: shape for name, shape in shapes.items() if not is_ignored(name, spec)}
+    names = decoder_names(shapes, spec.names.first, spec.files)
+    own = {name: stored for name, stored in names.items() if not is_ignored(name, spec)}
+    assert all(spec.files.stored_name(name) == stored or name == stored for name, stored in own.items())
+    return {name: in_order(name, shapes[stored], spec) for name, stored in own.items()}
+
+
+def in_order(name: str, shape: tuple[int, ...], spec: DecoderSpec) -> tuple[int, ...]:
+    return shape[::-1] if spec.files.transposed and name.startswith("model.layers.") else shape
 
 
 @pytest.mark.sampled(5)
@@ -101,7 +112,7 @@ def test_every_tensor_has_its_name_and_shape(path: Path) -> None:
     assert name is not None
     whole = ARCHITECTURES[name](content)
     text = content.get("text_config", content)
-    assert whole.num_layers == text["num_hidden_layers"]
+    assert whole.num_layers == text[count_of_layers(text)]
     assert whole.num_linear_elements == sum(rows * columns for _, (rows, columns) in linear_shapes(whole))
     small = few_layers(text)
     spec = ARCHITECTURES[name]({**content, "text_config": small} if text is not content else small)

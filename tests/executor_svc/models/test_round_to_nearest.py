@@ -172,8 +172,8 @@ def test_quantized_activations_need_weights_in_few_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_models_of_transformers_are_not_rounded(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", "gpt_neox")
-    with pytest.raises(LoaderError, match="--quantization int8: GPTNeoXForCausalLM runs through transformers"):
+    folder = make_checkpoint(tmp_path / "model", "gptj")
+    with pytest.raises(LoaderError, match="--quantization int8: GPTJForCausalLM runs through transformers"):
         load(folder, quantization="int8", numerics="fast")
 
 

@@ -109,8 +109,10 @@ class Recorder(CpuDevice):
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
         return super().prepare_embedding(name, _Rows(self._noted(weight)))
 
-    def prepare_tied(self, name: str, weight: WeightRows | StoredLinear) -> tuple[Embedding, Linear]:
-        return super().prepare_tied(name, _Rows(self._noted(weight)))
+    def prepare_tied(
+        self, name: str, weight: WeightRows | StoredLinear, bias: Tensor | None = None
+    ) -> tuple[Embedding, Linear]:
+        return super().prepare_tied(name, _Rows(self._noted(weight)), bias)
 
     def _noted(self, weight: Tensor | WeightRows | StoredLinear) -> Tensor:
         if isinstance(weight, StoredLinear):

@@ -39,7 +39,7 @@ def test_a_model_has_places_by_default(llama: Path) -> None:
 def test_without_places_the_feature_is_absent(llama: Path, reason: str, tmp_path: Path) -> None:
     model, options = llama, {"max_loras": 0}
     if reason == "transformers":
-        model, options = make_checkpoint(tmp_path, "gpt_neox"), {}
+        model, options = make_checkpoint(tmp_path, "gptj"), {}
     executor, described = build(model, num_gpu_blocks=10, **options)
     assert executor.adapters is None
     assert pb.EXECUTOR_FEATURE_ADAPTERS not in described.features

@@ -43,6 +43,8 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "gpt_neox": "gptneox",
+    "phi": "phi2",
 }
 """GGUF's by transformers' model_type, where they differ."""
 
@@ -79,7 +81,7 @@ def write_gguf(
         metadata: added to that of the architecture, or in place of it.
         more_tensors: added, in F32.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _config(folder)
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_file)
     _write_config(writer, config, architecture)
@@ -94,7 +96,8 @@ def write_gguf(
         writer.kv_data[0].pop(key, None)
         _add(writer, key, value)
     for name, values in _tensors(folder, config, architecture):
-        kind = Type.F32 if values.ndim == 1 or name.endswith((*ROUTERS, ".bias")) else kinds(name)
+        is_wide = name.endswith((*ROUTERS, ".bias")) or name == "position_embd.weight"
+        kind = Type.F32 if values.ndim == 1 or is_wide else kinds(name)
         writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
     for kind in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
         ends = (f".{layer}.mlp.act_fn.{kind}" for layer in range(config["num_hidden_layers"]))
@@ -119,9 +122,12 @@ def dequantized(folder: Path, target: Path, kinds: Kinds) -> Path:
     tensors = {}
     for name, values in _stored(folder):
         if values.ndim == 2 and name.endswith(".weight"):
-            stored = gguf_name(name, architecture)
-            kind = Type.F32 if stored.endswith(ROUTERS) else kinds(stored)
+            stored, is_turned = gguf_name(name, architecture), False
+            kind = Type.F32 if name.endswith(_POSITIONS) or stored.endswith(ROUTERS) else kinds(stored)
+            if architecture == "gpt2" and name.endswith(_CONV):
+                values, is_turned = np.ascontiguousarray(values.T), True
             values = gguf.dequantize(quantized(values, kind), kind)
+            values = values.T if is_turned else values
         tensors[name] = torch.from_numpy(values.copy())
     target.mkdir()
     (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}), encoding="utf-8")
@@ -185,20 +191,40 @@ def gguf_name(name: str, architecture: str) -> str:
     if name.endswith(".e_score_correction_bias"):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     part, _, kind = (f"{name}.weight" if name.endswith("layer_scalar") else _EXPERT.sub(r"\1.\3", name)).rpartition(".")
+    if kind == "sinks":
+        return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     found = _names(architecture).get_name(part)
     assert found is not None, name
     return f"{found}.{kind}"
 
 
+_CONV = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+"""GPT-2's weights that are stored transposed."""
+_POSITIONS = "wpe.weight"
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return config.json by the names of fields that most families have."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    names = {"n_embd": "hidden_size", "n_positions": "max_position_embeddings", "n_head": "num_attention_heads"}
+    names |= {"n_layer": "num_hidden_layers", "n_inner": "intermediate_size", "ffn_hidden_size": "intermediate_size"}
+    config |= {known: config[name] for name, known in names.items() if config.get(name)}
+    heads = config["num_attention_heads"]
+    if config["model_type"] == "falcon":
+        return config | {"num_key_value_heads": config["num_kv_heads"] if config["new_decoder_architecture"] else 1}
+    return config | ({"num_key_value_heads": heads} if config["model_type"] in ("gpt2", "gpt_neox") else {})
+
+
 @cache
 def _names(architecture: str) -> gguf.TensorNameMap:
     """A table of thousands of names: 40 ms of a processor."""
+    architecture = "granite" if architecture == "granite_swa" else architecture  # which this gguf does not know
     (found,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     return gguf.get_tensor_name_map(found, 100)
 
 
 _MIXTURES = ("ernie4_5-moe", "glm4moe", "gpt-oss", "hunyuan-moe", "minimax-m2", "olmoe", "qwen2moe", "qwen3moe")
-_NEIGHBOURS = ("llama", "granite", "mistral3", "smollm3")
+_NEIGHBOURS = ("llama", "granite", "granite_swa", "mistral3", "smollm3")
 
 
 def neighbours(values: Floats, heads: int) -> Floats:
@@ -231,6 +257,10 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
             values = neighbours(values, config["num_attention_heads"])
         elif architecture in _NEIGHBOURS and ".k_proj" in name:
             values = neighbours(values, config["num_key_value_heads"])
+        elif architecture == "gpt2" and name.endswith(_CONV):
+            values = np.ascontiguousarray(values.T)
+        elif "query_key_value" in name:
+            values = _by_part(values, config)
         elif architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
             values = values + np.float32(1)
         yield gguf_name(name, architecture), values
@@ -250,6 +280,14 @@ def _of_gpt_oss(name: str, values: Floats) -> Iterator[tuple[str, Floats]]:
         yield f"{layer}.ffn_{part}_exps.{kind}", np.ascontiguousarray(each)
 
 
+def _by_part(values: Floats, config: dict[str, Any]) -> Floats:
+    """Return rows of q, k and v that lie by KV head with all queries first, then all keys, then all values."""
+    kv_heads, rest = config["num_key_value_heads"], values.shape[1:]
+    size = config["hidden_size"] // config["num_attention_heads"]
+    rows = values.reshape(kv_heads, -1, size, *rest)
+    return np.concatenate([part.reshape(-1, *rest) for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
+
+
 def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> None:
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
@@ -265,7 +303,14 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
     if full.get("alpha"):
         theta *= full["alpha"] ** (head_size / (head_size - 2))
     writer.add_rope_freq_base(theta)
-    eps = next((config[name] for name in ("layer_norm_eps", "norm_eps", "norm_epsilon") if name in config), None)
+    eps = next(
+        (
+            config[name]
+            for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+            if name in config
+        ),
+        None,
+    )
     if eps is not None:
         writer.add_layer_norm_eps(eps)
     else:
@@ -281,7 +326,11 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
     if full.get("llama_4_scaling_beta"):
         writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
         writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
-    if config["model_type"] in ("cohere2", "exaone4", "olmo3") and config.get("sliding_window"):
+    if config.get("layer_rope_theta"):
+        writer.add_array(f"{architecture}.attention.rope_pattern", [bool(each) for each in config["layer_rope_theta"]])
+    if architecture == "gptneox":
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if config["model_type"] in ("cohere2", "exaone4", "granite_swa", "olmo3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
         if config["model_type"] != "cohere2":
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])

@@ -22,12 +22,15 @@ Packed = tuple[dict[str, Tensor], Tensor]
 """A linear's tensors by the last part of their names, and its weight [N, K] as these tensors say."""
 
 
+LINEARS = tuple(f"{end}.weight" for end in ("proj", "_linear", "query_key_value", "dense", "_h_to_4h", "_4h_to_h"))
+
+
 def quantize_checkpoint(folder: Path, layout: str, quantized: Path, dense: Path) -> None:
     """Save a checkpoint twice: its layers' linears in a layout of `LAYOUTS`, and the same numbers dense in float32."""
     config, pack = LAYOUTS[layout]
     few_bits, wide = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if name.endswith(("proj.weight", "_linear.weight")):
+        if name.endswith(LINEARS):
             tensors, wide[name] = pack(tensor.float())
             prefix = name.removesuffix("weight")
             few_bits.update({prefix + key: each.contiguous() for key, each in tensors.items()})

@@ -215,6 +215,17 @@ def test_gelu_tanh_mul(seed: int, rows: int, width: int, dtype: torch.dtype, sca
     torch.testing.assert_close(found.double(), reference.gelu_tanh_mul(gate_up), rtol=TOLERANCE[dtype], atol=1e-6)
 
 
+def test_gelu_everywhere() -> None:
+    """Its relative error is that of fp32 where its value is no tiny number, and that of an exponent below."""
+    x = torch.linspace(-12.5, 12.5, 250_001)[None]
+    found, expected = KERNELS.activate(x, "gelu").double(), reference.gelu(x)
+    error = ((found - expected) / expected).abs()
+    assert float(error[x > -1].nan_to_num(0.0).max()) < 4e-7
+    assert float(error[x <= -1].max()) < 3e-5
+    huge = torch.tensor([[-1e30, -14.0, 0.0, 1e30, float("inf"), float("nan")]])
+    assert KERNELS.activate(huge, "gelu")[0].nan_to_num(7.0, posinf=8.0).tolist() == [0, 0, 0, float(huge[0, 3]), 8, 7]
+
+
 @pytest.mark.parametrize("cap", [30.0, 50.0, 0.7, None])
 @pytest.mark.parametrize("divisor", [1.0, 2.5])
 def test_finish_logits(cap: float | None, divisor: float) -> None:

@@ -30,12 +30,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "r": 16,
         "lora_alpha": 2,
         "target_modules": "all-linear",
-        "rank_pattern": {"q_proj": 1, "qkv_proj": 5, "v_proj": 3, "o_proj": 64, "down_proj": 17, "up_proj": 33},
+        "rank_pattern": {
+            "q_proj": 1,
+            "qkv_proj": 5,
+            "query_key_value": 9,
+            "c_attn": 7,
+            "v_proj": 3,
+            "o_proj": 64,
+            "down_proj": 17,
+            "up_proj": 33,
+        },
     },
     "a layer": {
         "r": 2,
         "lora_alpha": 1,
-        "target_modules": ["q_proj", "qkv_proj", "down_proj", "output_linear"],
+        "target_modules": ["q_proj", "qkv_proj", "query_key_value", "c_attn", "down_proj", "output_linear"],
         "layers_to_transform": [1],
     },
 }
@@ -113,7 +122,11 @@ def check_logits(
 @pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", short_and_long([*FAMILIES, "glm4", "granitemoehybrid"], ["gemma3_text", "llama", "phi3", "glm4"])
+    "family",
+    short_and_long(
+        [*FAMILIES, "glm4", "granitemoehybrid", "falcon", "gpt2", "gpt_neox", "opt", "phi"],
+        ["gemma3_text", "llama", "phi3", "glm4", "gpt_neox"],
+    ),
 )
 def test_logits_are_those_of_peft(
     checkpoint: Callable[[str], Path], model: Callable[[str], Model], family: str, tmp_path: Path
@@ -131,6 +144,14 @@ def test_tables_are_those_of_peft(
 ) -> None:
     """Gemma's table is tied, and its embeddings are scaled."""
     check_logits(model(family), checkpoint(family), tmp_path, TABLES[kind], len(kind))
+
+
+@pytest.mark.slow
+def test_tables_by_the_names_of_a_family(
+    checkpoint: Callable[[str], Path], model: Callable[[str], Model], tmp_path: Path
+) -> None:
+    config = {"r": 2, "lora_alpha": 1, "target_modules": ["wte", "c_fc"], "fan_in_fan_out": True}
+    check_logits(model("gpt2"), checkpoint("gpt2"), tmp_path, config, 3)
 
 
 def made(checkpoint: Path, folder: Path, seed: int, **config: Any) -> Adapter:

@@ -216,9 +216,9 @@ def test_missing(name: str, message: str, target: Model) -> None:
 
 
 def test_incomplete_or_unsupported(folder: Path, target: Model) -> None:
-    edit_config(folder, architectures=["GPT2LMHeadModel"])
+    edit_config(folder, architectures=["GPTJForCausalLM"])
     with pytest.raises(
-        LoaderError, match=r"^--speculative-model .* GPT2LMHeadModel is not supported; .*Qwen3ForCausal"
+        LoaderError, match=r"^--speculative-model .* GPTJForCausalLM is not supported; .*Qwen3ForCausal"
     ):
         load(folder, target)
     edit_config(folder, architectures=["Qwen3ForCausalLM"], num_hidden_layers=2, layer_types=None)

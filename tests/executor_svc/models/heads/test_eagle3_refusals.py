@@ -171,7 +171,7 @@ def test_names_with_a_prefix_are_read(target: Model, tmp_path: Path) -> None:
 
 
 def test_target_through_transformers(tmp_path: Path) -> None:
-    hosted = Model(make_checkpoint(tmp_path / "target", "gpt_neox"), max_model_len=256)
+    hosted = Model(make_checkpoint(tmp_path / "target", "gptj"), max_model_len=256)
     refused(make_head(tmp_path / "head", HeadShape()), hosted, "needs a target with code in Cadenza")
 
 

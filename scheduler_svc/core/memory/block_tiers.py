@@ -129,6 +129,20 @@ class BlockTiers:
             self.host.uncache(host_place(place))
         self.cache.remove(node)
 
+    def is_more_whole(self, block_id: int, node: int) -> bool:
+        """Whether a held block has pages of windows that the block of a node with the same tokens lacks."""
+        return False
+
+    def replace(self, node: int, block_id: int) -> None:
+        """Let a node name another device block with the same tokens, which is held and not cached."""
+        place = self.cache.place(node)
+        if place >= 0:
+            self.device.uncache(place)
+        else:
+            self.host.uncache(host_place(place))
+        self.cache.put(node, block_id)
+        self.device.cache(block_id, node)
+
     def flush(self, most: int) -> int:
         """Remove at most so many nodes from the prefix cache, the latest first; returns how many it has removed."""
         nodes = self.cache.latest(most)
@@ -192,8 +206,8 @@ class BlockTiers:
         for index, place in enumerate(places):
             if place < 0:
                 places[index] = block_id = next(brought)
-                node = self.host.uncache(host_place(place))
                 self.swap_in(host_place(place), block_id)
+                node = self.host.uncache(host_place(place))
                 self.cache.put(node, block_id)
                 self.device.cache(block_id, node)
         return places + taken[num_host:]

@@ -54,6 +54,8 @@ class CachedPrefix:
     """Number of its device blocks without holders: using them takes them from the free blocks."""
     num_host: int = 0
     """Number of its host blocks: each needs a device block and a swap-in."""
+    num_matched: int = 0
+    """Number of blocks whose tokens are cached, with those behind it at which no window is whole."""
 
     @property
     def num_blocks(self) -> int:

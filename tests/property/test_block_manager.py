@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.helpers.core.block_world import PROMPTS, STOP, TOKENS, World
+from tests.helpers.core.block_world import GROUPS, PROMPTS, STOP, TOKENS, World
 
 START = {
     "block_size": [2, 3, 1],
@@ -18,6 +18,7 @@ START = {
     "num_host_blocks": [8, 16, 4, 0],
     "caching": [True, True, True, False],
     "rates": [None, (1000, 1), (10, 15), (1, 1000)],
+    "groups": GROUPS,
 }
 ARRIVE = {
     "prompt": PROMPTS,

@@ -66,7 +66,7 @@ class BlockTiers:
                 moves.kept_sources[block_id] = None
                 continue
             self.device.drop((block_id,))
-            if counts[block_id] == 0 and moves.cancel(block_id):
+            if counts[block_id] == 0 and self.cancel(block_id):
                 self.uncache(block_id)
 
     def drop_table(self, block_ids: list[int], shared: SharedBlocks | None) -> None:
@@ -106,6 +106,10 @@ class BlockTiers:
     def swap_in(self, host_block_id: int, block_id: int) -> None:
         """Record a swap-in; raises InvariantError if this plan swaps the host block out."""
         self.moves.swap_in(host_block_id, block_id)
+
+    def cancel(self, block_id: int) -> bool:
+        """Cancel the move to a device block that lost its last holder; returns whether there was one."""
+        return self.moves.cancel(block_id)
 
     def swap_out_all(self, host_of: dict[int, int]) -> None:
         """Record swap-outs, by device block: this plan swaps none of them in."""

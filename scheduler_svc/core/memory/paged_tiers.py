@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from cadenza_common.plan.plan import BlockMoves
 from scheduler_svc.core.errors import InvariantError
@@ -29,8 +30,9 @@ class PagedTiers(BlockTiers):
         """By device block that this plan copies or swaps to: the pages that its content comes from."""
         self._swapped: dict[int, BlockPages] = {}
         """By host block that this plan swaps out to: the pages that its content comes from."""
-        self._kept: list[tuple[PagedPool, int, int]] = []
-        """Windows of blocks that this plan reads from, held until it is complete: pool, group, block."""
+        self._kept: dict[int, list[tuple[PagedPool, int, int]]] = {}
+        """By device block that this plan moves to: pool, group and block of the windows that it reads, which are held
+        until the plan is complete."""
 
     def take(self, count: int) -> list[int]:
         device = self.device
@@ -112,9 +114,10 @@ class PagedTiers(BlockTiers):
         moves = self.moves
         if source in moves.copies or source in moves.swap_ins:
             self._sources[destination] = self._sources[source]
+            self._keep(destination, self._kept[source])
         else:
             self._sources[destination] = self.device.pages_of(source)
-            self._keep(self.device, source)
+            self._keep(destination, _windows_of(self.device, source))
         super().copy(source, destination)
 
     def swap_out(self, block_id: int, host_block_id: int) -> None:
@@ -124,8 +127,13 @@ class PagedTiers(BlockTiers):
 
     def swap_in(self, host_block_id: int, block_id: int) -> None:
         self._sources[block_id] = self.host.pages_of(host_block_id)
-        self._keep(self.host, host_block_id)
+        self._keep(block_id, _windows_of(self.host, host_block_id))
         super().swap_in(host_block_id, block_id)
+
+    def cancel(self, block_id: int) -> bool:
+        for pool, group, held in self._kept.pop(block_id, ()):
+            pool.leave_window(group, held)
+        return super().cancel(block_id)
 
     def swap_out_all(self, host_of: dict[int, int]) -> None:
         for block_id, host_block_id in host_of.items():
@@ -147,22 +155,25 @@ class PagedTiers(BlockTiers):
             _page_moves((self._sources[to], device.pages_of(to)) for to in pending.copies),
             _page_moves((self._sources[to], device.pages_of(to)) for to in pending.swap_ins),
         )
-        for pool, group, block_id in self._kept:
+        for pool, group, block_id in self.kept:
             pool.leave_window(group, block_id)
-        self._sources, self._swapped, self._kept = {}, {}, []
+        self._sources, self._swapped, self._kept = {}, {}, {}
         moves = super().take_moves()
         return Moves(moves.swapped_out, moves.copied, moves.swapped_in, pages)
 
-    def _keep(self, pool: PagedPool, block_id: int) -> None:
-        for group, of_blocks in enumerate(pool.windows):
-            if block_id in of_blocks:
-                pool.hold_window(group, block_id)
-                self._kept.append((pool, group, block_id))
+    def _keep(self, destination: int, windows: Iterable[tuple[PagedPool, int, int]]) -> None:
+        self._kept[destination] = kept = list(windows)
+        for pool, group, block_id in kept:
+            pool.hold_window(group, block_id)
 
     @property
     def kept(self) -> list[tuple[PagedPool, int, int]]:
         """What the plan being made holds in windows: pool, group, block."""
-        return self._kept
+        return list(chain.from_iterable(self._kept.values()))
+
+
+def _windows_of(pool: PagedPool, block_id: int) -> Iterator[tuple[PagedPool, int, int]]:
+    return ((pool, group, block_id) for group, of_blocks in enumerate(pool.windows) if block_id in of_blocks)
 
 
 def _page_moves(pairs: Iterable[tuple[BlockPages, BlockPages]]) -> BlockMoves:

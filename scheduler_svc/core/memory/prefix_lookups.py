@@ -70,12 +70,12 @@ class PrefixLookups:
     def find(self, sequence: Sequence) -> CachedPrefix:
         """The longest cached prefix that is worth using, as BlockManager.find_cached_prefix states."""
         lookup, num_queried = self._refresh(sequence), sequence.num_tokens
-        if self._rule is not None and lookup.num_rule_changes != self._rule.num_changes:
-            lookup.found = None
+        if self._rule is not None:
+            self._num_usable(lookup)
         found, num_idle_changes = lookup.found, self._tiers.device.num_idle_changes
         if found is not None:
             if lookup.num_idle_changes != num_idle_changes:
-                found = replace(found, num_idle=self._num_idle(lookup.places))
+                found = replace(found, num_idle=self._num_idle(lookup.places[: found.num_blocks]))
             if found.num_queried != num_queried:
                 found = replace(found, num_queried=num_queried)
             lookup.found, lookup.num_idle_changes = found, num_idle_changes
@@ -135,6 +135,7 @@ class PrefixLookups:
             return rule.last_end(lookup.places, num_usable)
         if lookup.num_ended is None or lookup.num_rule_changes != rule.num_changes:
             lookup.num_ended, lookup.num_rule_changes = rule.last_end(lookup.places, num_usable), rule.num_changes
+            lookup.found = None
         return lookup.num_ended
 
     def _num_of_use(self, lookup: _Lookup) -> int:

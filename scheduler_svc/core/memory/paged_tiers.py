@@ -42,8 +42,8 @@ class PagedTiers(BlockTiers):
         return device.take(count)
 
     def take_host(self, count: int) -> list[int]:
-        while self.host.num_unused < count and self.host.num_idle:
-            self._evict_host_block()
+        while self.host.num_unused < count:
+            self._evict_on_host()
         return self.host.take(count)
 
     def hold_window(self, pool: PagedPool, group: int, block_id: int) -> None:
@@ -60,15 +60,16 @@ class PagedTiers(BlockTiers):
         """
         while len(pool.unused_pages) < num_pages:
             if pool is self.host:
-                self._evict_host_block()
+                self._evict_on_host()
             elif not pool.evict_window():
                 self._evict_block()
 
-    def _evict_host_block(self) -> None:
-        if not self.host.num_idle:
+    def _evict_on_host(self) -> None:
+        if self.host.num_idle:
+            _, node = self.host.evict()
+            self.cache.remove(node)
+        elif not self.host.evict_window():
             raise InvariantError("more host pages needed than are free")
-        _, node = self.host.evict()
-        self.cache.remove(node)
 
     def _evict_block(self) -> None:
         """Evict the oldest idle device block; if it is worth swapping in later, it moves to the host pool as a whole:

@@ -16,6 +16,7 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.kv_groups import GroupSizes, KVGroup
 from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.memory.paged_tiers import PagedTiers
+from scheduler_svc.core.memory.prefix_cache import host_place
 from scheduler_svc.core.sequences.sequence import Sequence
 
 
@@ -42,20 +43,20 @@ class WindowTables:
             self._hold(self._tiers.device, number, sequence.block_ids[first:end])
         sequence.windows = windows
 
-    def claim(self, places: Ids[int]) -> list[list[int]]:
-        """Hold what the row after these cached blocks reads, as far as it is on the device, so that nothing of it is
-        evicted; returns these blocks by window group, for `end_claim`."""
+    def claim(self, places: Ids[int]) -> list[tuple[PagedPool, int, int]]:
+        """Hold what the row after these cached blocks reads, so that nothing of it is evicted; for `end_claim`."""
         claimed = []
         for number, window, _ in self._groups():
-            first = max(0, len(places) - self._sizes.num_read(window))
-            claimed.append([place for place in places[first:] if place >= 0])
-            self._hold(self._tiers.device, number, claimed[-1])
+            for place in places[max(0, len(places) - self._sizes.num_read(window)) :]:
+                pool, block_id = (self._tiers.device, place) if place >= 0 else (self._tiers.host, host_place(place))
+                pool.hold_window(number, block_id)
+                claimed.append((pool, number, block_id))
         return claimed
 
-    def end_claim(self, claimed: list[list[int]]) -> None:
-        """Leave what was claimed: a sequence holds it now."""
-        for number, block_ids in enumerate(claimed):
-            self._leave(self._tiers.device, number, block_ids)
+    def end_claim(self, claimed: list[tuple[PagedPool, int, int]]) -> None:
+        """Leave what was claimed: a sequence holds it now, or the plan being made."""
+        for pool, number, block_id in claimed:
+            pool.leave_window(number, block_id)
 
     def open_found(self, sequence: Sequence, num_found: int, chunk: int) -> None:
         """As `open`, behind the first blocks of its table, which are cached: it holds what its next row reads there."""

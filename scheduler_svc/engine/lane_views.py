@@ -8,7 +8,7 @@ from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.types import RequestKey, SequenceState
 from scheduler_svc.plan_loop.gauges import Load, num_queued
-from scheduler_svc.plan_loop.ports import SequenceBlockTable
+from scheduler_svc.plan_loop.ports import GroupPages, SequenceBlockTable
 
 
 def step_load(core: Scheduler) -> Load:
@@ -44,19 +44,22 @@ def block_tables(core: Scheduler, key: RequestKey) -> list[SequenceBlockTable] |
     counts = ([], []) if lane is None else (lane.blocks.pool.num_holders, lane.blocks.host_pool.num_holders)
     shared_counts: dict[SharedBlocks, list[int]] = {}
     return [
-        _block_table(counts, shared_counts, sequence)
+        _block_table(counts, shared_counts, sequence, [] if lane is None else lane.blocks.group_pages(sequence))
         for sequence in group.sequences
         if sequence.state is not SequenceState.FINISHED
     ]
 
 
 def _block_table(
-    counts: tuple[list[int], list[int]], shared_counts: dict[SharedBlocks, list[int]], sequence: Sequence
+    counts: tuple[list[int], list[int]],
+    shared_counts: dict[SharedBlocks, list[int]],
+    sequence: Sequence,
+    groups: list[tuple[int, list[int]]],
 ) -> SequenceBlockTable:
     """A sequence's block table.
 
     `counts`: by device block and by host block, the number of holders; `shared_counts`: those of blocks that the group
-    shares, as far as they were needed.
+    shares, as far as they were needed. `groups`: first block and pages by KV group.
     """
     swapped = sequence.state is SequenceState.SWAPPED
     block_ids, shared = sequence.host_block_ids if swapped else sequence.block_ids, sequence.shared_blocks
@@ -72,6 +75,7 @@ def _block_table(
         ref_counts=(*first, *map(count_of, block_ids[len(first) :])),
         num_computed_tokens=sequence.num_computed_tokens,
         swapped=swapped,
+        groups=tuple(GroupPages(first_block, tuple(page_ids)) for first_block, page_ids in groups),
     )
 
 

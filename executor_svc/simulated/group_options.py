@@ -21,8 +21,8 @@ def read_groups(text: str) -> tuple[GroupShape, ...]:
         window = 0 if found is None or found[1] == "full" else int(found[1])
         if found is None or window > _MAX_WINDOW or int(found[2]) > _MAX_PAGES:
             raise StartError(
-                f"--simulate-kv-groups: {part.strip()!r} is not WINDOW:PAGES, where WINDOW is full or 1 to {_MAX_WINDOW} "
-                f"and PAGES is 1 to {_MAX_PAGES}"
+                f"--simulate-kv-groups: {part.strip()!r} is not WINDOW:PAGES, where WINDOW is full or 1 to "
+                f"{_MAX_WINDOW} and PAGES is 1 to {_MAX_PAGES}"
             )
         groups.append(GroupShape(window, int(found[2])))
     if len(groups) > _MAX_GROUPS or sum(not group.window for group in groups) > 1:

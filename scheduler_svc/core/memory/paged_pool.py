@@ -9,7 +9,7 @@ holds it in the window any more, until they are needed: with them a prefix that 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 
 from scheduler_svc.core.errors import InvariantError
@@ -48,6 +48,8 @@ class PagedPool(BlockPool):
         self._idle_since = [0] * num_blocks
         """By idle block, its moment."""
         self._moment = 0
+        self.note_windows: Callable[[int], None] = lambda node: None
+        """Called when the block of this node, which is cached, gets or loses pages of a window."""
 
     @property
     def num_pages(self) -> int:
@@ -129,7 +131,7 @@ class PagedPool(BlockPool):
             if block_id in self.windows[group]:
                 self._wake((group, block_id))
             else:
-                self.windows[group][block_id] = self._take_pages(self._sizes.windows[group].pages_per_block)
+                self._add_window(group, block_id)
 
     def leave_window(self, group: int, block_id: int, *, is_spare: bool = False) -> bool:
         """Remove a holder of a block in a window group; True: it was the last, and its pages are free.
@@ -149,7 +151,7 @@ class PagedPool(BlockPool):
 
     def add_idle_window(self, group: int, block_id: int) -> None:
         """Take pages for a cached block in a window group; nobody holds them."""
-        self.windows[group][block_id] = self._take_pages(self._sizes.windows[group].pages_per_block)
+        self._add_window(group, block_id)
         self._rest((group, block_id), is_spare=False)
 
     def evict_window(self) -> bool:
@@ -166,11 +168,17 @@ class PagedPool(BlockPool):
             group, block_id = key
         self._drop_idle_window(group, block_id)
         self.num_window_changes += 1
+        self.note_windows(self.cached[block_id])
         return True
 
     def is_kept(self, group: int, block_id: int) -> bool:
         """Whether a block has idle pages in a window group that are not spare."""
         return (group, block_id) in self._kept
+
+    def _add_window(self, group: int, block_id: int) -> None:
+        self.windows[group][block_id] = self._take_pages(self._sizes.windows[group].pages_per_block)
+        if block_id in self.cached:
+            self.note_windows(self.cached[block_id])
 
     def _rest(self, key: _WindowBlock, *, is_spare: bool) -> None:
         if is_spare:

@@ -26,6 +26,9 @@ class PagedTiers(BlockTiers):
     ) -> None:
         super().__init__(device, host, block_size, rates)
         self._sizes = sizes
+        if sizes.windows:
+            self.cache.windows_at = self._windows_at
+            device.note_windows = host.note_windows = self.cache.note_windows
         self._sources: dict[int, BlockPages] = {}
         """By device block that this plan copies or swaps to: the pages that its content comes from."""
         self._swapped: dict[int, BlockPages] = {}
@@ -100,16 +103,16 @@ class PagedTiers(BlockTiers):
             host.add_idle_window(number, host_block_id)
         host.drop((host_block_id,))
 
+    def _windows_at(self, place: int) -> int:
+        pool, block_id = (self.device, place) if place >= 0 else (self.host, host_place(place))
+        return sum((block_id in of_blocks) << number for number, of_blocks in enumerate(pool.windows))
+
     def is_more_whole(self, block_id: int, node: int) -> bool:
-        place, pool = self.cache.place(node), self.device
-        if place == block_id or block_id in pool.cached:
+        place = self.cache.place(node)
+        if place == block_id or block_id in self.device.cached:
             return False
-        before, own = place, pool.windows
-        if place < 0:
-            before, pool = host_place(place), self.host
-        return all(block_id in of_blocks for of_blocks in own) and any(
-            before not in of_blocks for of_blocks in pool.windows
-        )
+        every = (1 << len(self._sizes.windows)) - 1
+        return self._windows_at(block_id) == every != self._windows_at(place)
 
     def copy(self, source: int, destination: int) -> None:
         moves = self.moves

@@ -70,8 +70,8 @@ class WindowTables:
         """Number of free pages that `open_found` takes for a table of so many blocks, the first of which are cached."""
         num_pages, num_found = 0, len(places)
         for number, window, group in self._groups():
-            held, refs = self._sizes.opening(window, num_found, num_blocks, chunk), self._tiers.device.window_refs[number]
-            num_held = sum(place in refs for place in places[held.start :])
+            held = self._sizes.opening(window, num_found, num_blocks, chunk)
+            num_held = sum(place in self._tiers.device.window_refs[number] for place in places[held.start :])
             num_pages += group.pages_per_block * (len(held) - num_held)
         return num_pages
 

@@ -2,8 +2,8 @@
 
 The model keeps the KV of both pools: for each position of each block, all tokens up to there of who wrote it, with
 tenant, salt and adapter's content, in each KV group. It carries out the moves of each plan in the executor's order, and
-leaves garbage in pages that nobody has. Whatever is requested in whatever order, each table must read its own sequence's
-tokens, in a window those of the window.
+leaves garbage in pages that nobody has. Whatever is requested in whatever order, each table must read its own
+sequence's tokens, in a window those of the window.
 """
 
 from __future__ import annotations
@@ -262,7 +262,8 @@ class World:
         """Whether a row holds all that one behind its first tokens reads in windows."""
         windows = self.sizes.windows if self.sizes is not None else ()
         return all(
-            held.start * self.size <= max(0, num_tokens - (group.window or 0) + 1) and num_tokens <= held.stop * self.size
+            held.start * self.size <= max(0, num_tokens - (group.window or 0) + 1)
+            and num_tokens <= held.stop * self.size
             for held, group in zip(source.windows, windows, strict=True)
         )
 
@@ -412,7 +413,8 @@ class World:
         return len({page for row in rows for page in self._held_pages(row)})
 
     def _held_pages(self, row: Row) -> list[int]:
-        table, pool = row.block_ids or row.host_block_ids, self.blocks.host_pool if row.host_block_ids else self.blocks.pool
+        table = row.block_ids or row.host_block_ids
+        pool = self.blocks.host_pool if row.host_block_ids else self.blocks.pool
         return [page for index in range(len(table)) for _, pages in self._pages(row, index, pool) for page in pages]
 
     # ------------------------------------------------------------- what always holds
@@ -451,9 +453,7 @@ class World:
         ends = [0]
         for end in range(1, len(places) + 1):
             firsts = [max(0, end * self.size - (group.window or 0) + 1) // self.size for group in self.sizes.windows]
-            if all(
-                place in pool.windows[number] for number, first in enumerate(firsts) for place in places[first:end]
-            ):
+            if all(place in pool.windows[number] for number, first in enumerate(firsts) for place in places[first:end]):
                 ends.append(end)
         assert found.num_blocks == ends[-1]
         assert found.num_matched == (len(places) if self.sizes.windows else 0)

@@ -368,11 +368,13 @@ def seeded(bug: SeededBug) -> Iterator[None]:
     indent = " " * (len(source) - len(source.lstrip()))
     new = source.replace(bug.old, bug.new.replace("\n", f"\n{indent}"))
     lines = [line.removeprefix(indent) for line in new.splitlines()]
-    code = "from __future__ import annotations\n" + "\n".join(lines)
+    # `super()` reads a variable of the class body, which the code gets from the function that it replaces.
+    outer_lines = ["def make(__class__):", *(f"    {line}" for line in lines), f"    return {name}"]
+    code = "from __future__ import annotations\n" + "\n".join(outer_lines)
     found: dict[str, Any] = {}
     exec(compile(code, f"<{bug.name}>", "exec"), dict(function.__globals__), found)
     # The code, not the name: other modules have imported the function.
-    changed = found[name]
+    changed = found["make"](None)
     before = function.__code__
     function.__code__ = (changed.fget if isinstance(changed, property) else changed).__code__
     try:

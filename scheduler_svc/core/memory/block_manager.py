@@ -108,10 +108,7 @@ class BlockManager(CachedBlocks):
         return num_blocks if self.sizes is None else self.sizes.num_pages(num_blocks, chunk)
 
     def num_to_take(self, found: CachedPrefix, num_blocks: int, chunk: int = 0) -> int:
-        """Number of free pages that a sequence of so many blocks takes with this prefix, for `can_take`.
-
-        chunk: as for `allocate`.
-        """
+        """Number of free pages that a sequence of so many blocks takes with this prefix; chunk: as for `allocate`."""
         num_to_take, sizes = found.num_to_take(num_blocks), self.sizes
         if sizes is None:
             return num_to_take
@@ -131,25 +128,6 @@ class BlockManager(CachedBlocks):
             return block_ids
         pool = cast("PagedPool", self.pool)
         return [page for block_id in block_ids for page in pool.full_pages_of(block_id)]
-
-    def group_pages(self, sequence: Sequence) -> list[tuple[int, list[int]]]:
-        """By KV group, the first block of a sequence's table that it holds there, and the pages from there on.
-
-        Empty without `sizes`.
-        """
-        if self.sizes is None:
-            return []
-        pool = cast("PagedPool", self.host_pool if sequence.host_block_ids else self.pool)
-        table = sequence.host_block_ids or sequence.block_ids
-        held: dict[int, tuple[int, list[int]]] = {}
-        windows = sequence.windows or [range(0)] * len(self.sizes.windows)
-        for number, (group, window) in enumerate(zip(self.sizes.windows, windows, strict=True)):
-            pages = [page for block_id in table[window.start : window.stop] for page in pool.windows[number][block_id]]
-            held[group.index] = window.start, pages
-        if self.sizes.full_pages:
-            full = next(index for index in range(len(held) + 1) if index not in held)
-            held[full] = 0, [page for block_id in table for page in pool.full_pages_of(block_id)]
-        return [held[index] for index in sorted(held)]
 
     def can_take(self, num_pages: int, *, alone: bool, num_more: int = 0) -> bool:
         """Whether `num_pages` can be taken of the free ones and `num_more`; `alone` ignores the watermark."""

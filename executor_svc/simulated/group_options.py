@@ -25,8 +25,8 @@ def read_groups(text: str) -> tuple[GroupShape, ...]:
                 f"{_MAX_WINDOW} and PAGES is 1 to {_MAX_PAGES}"
             )
         groups.append(GroupShape(window, int(found[2])))
-    if len(groups) > _MAX_GROUPS or sum(not group.window for group in groups) > 1:
-        raise StartError(f"--simulate-kv-groups: at most {_MAX_GROUPS} groups, and at most one of them full")
+    if len(groups) > _MAX_GROUPS or not all(group.window for group in groups[1:]):
+        raise StartError(f"--simulate-kv-groups: at most {_MAX_GROUPS} groups, of which only the first may be full")
     return tuple(groups)
 
 

@@ -90,15 +90,12 @@ def _group_pages(lane: Lane, sequence: Sequence) -> tuple[GroupPages, ...]:
         return ()
     pool = cast("PagedPool", lane.blocks.host_pool if sequence.host_block_ids else lane.blocks.pool)
     table = sequence.host_block_ids or sequence.block_ids
+    held = [GroupPages(0, tuple(chain.from_iterable(map(pool.full_pages_of, table))))] if sizes.full_pages else []
     windows = sequence.windows or [range(0)] * len(sizes.windows)
-    held = {}
-    for number, (group, window) in enumerate(zip(sizes.windows, windows, strict=True)):
-        pages = chain.from_iterable(pool.windows[number][each] for each in table[window.start : window.stop])
-        held[group.index] = GroupPages(window.start, tuple(pages))
-    for index in range(len(lane.spec.kv_groups)):
-        if index not in held:
-            held[index] = GroupPages(0, tuple(chain.from_iterable(map(pool.full_pages_of, table))))
-    return tuple(held[index] for index in sorted(held))
+    for of_blocks, window in zip(pool.windows, windows, strict=True):
+        pages = chain.from_iterable(of_blocks[block_id] for block_id in table[window.start : window.stop])
+        held.append(GroupPages(window.start, tuple(pages)))
+    return tuple(held)
 
 
 def retry_after_s(core: Scheduler, max_num_seqs: int) -> float:

@@ -317,7 +317,7 @@ SEEDED_BUGS = (
     SeededBug(
         "an admission counts no pages of windows",
         "scheduler_svc.core.steps.plain_admission", "_take_blocks",
-        "blocks.sizes.num_pages(num_to_take, blocks.sizes.max_chunk)", "num_to_take * blocks.sizes.full_pages",
+        "blocks.num_to_take(found, num_blocks)", "found.num_to_take(num_blocks) * blocks.sizes.full_pages",
         found_in=417,
     ),
     SeededBug(
@@ -349,6 +349,26 @@ SEEDED_BUGS = (
         "scheduler_svc.core.memory.window_tables", "WindowTables.cover",
         "max(needed, held.stop + num_freed[number])", "held.stop",
         found_in=39,
+    ),
+    SeededBug(
+        "a hit ends where a window lacks its first block",
+        "scheduler_svc.core.kv_groups", "GroupSizes.num_read",
+        "-(-(window - 1) // self.block_size)", "(window - 1) // self.block_size",
+    ),
+    SeededBug(
+        "blocks of a hit are evicted for the blocks behind it",
+        "scheduler_svc.core.memory.window_tables", "WindowTables.claim",
+        "in self._groups():", "in ():",
+    ),
+    SeededBug(
+        "a window moves to the host without its content",
+        "scheduler_svc.core.memory.paged_tiers", "PagedTiers._evict_block",
+        "= tuple(pages)", "= (pages[0], *[()] * len(device.windows))",
+    ),
+    SeededBug(
+        "samples that come back share what the first one's hit has passed",
+        "scheduler_svc.core.steps.allocation", "allocations_of",
+        "allocation.num_shared < num_found", "False",
     ),
 )  # fmt: skip
 

@@ -191,7 +191,7 @@ class BlockManager(CachedBlocks):
             raise InvariantError(f"sequence {sequence.sequence_id} has blocks already")
         num_blocks = -(-num_tokens // self.block_size)
         num_found = len(found.nodes) if found else 0
-        num_new, claimed = num_blocks - num_found - num_shared, list[tuple[PagedPool, int, int]]()
+        num_new = num_blocks - num_found - num_shared
         if num_new < 0 or (num_shared and num_found):
             raise InvariantError(
                 f"sequence {sequence.sequence_id} needs {num_blocks} blocks, not those that it is given"

@@ -148,7 +148,9 @@ def test_groups_are_read_and_counted_in_pages() -> None:
     assert (description.limits.kv_groups, description.limits.num_device_blocks) == ((GroupShape(64, 2),), 16)
 
 
-@pytest.mark.parametrize("text", ["", "1024", "full:0", "full:33", "0:1", "full:1,full:1", "8:1,full:1", "1:1,,2:1", "99999999:1"])
+@pytest.mark.parametrize(
+    "text", ["", "1024", "full:0", "full:33", "0:1", "full:1,full:1", "8:1,full:1", "1:1,,2:1", "99999999:1"]
+)
 def test_wrong_groups_are_named(text: str) -> None:
     with pytest.raises(StartError, match="--simulate-kv-groups"):
         read_groups(text)

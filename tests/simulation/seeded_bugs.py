@@ -318,19 +318,19 @@ SEEDED_BUGS = (
         "an admission counts no pages of windows",
         "scheduler_svc.core.steps.plain_admission", "_take_blocks",
         "blocks.num_to_take(found, num_blocks)", "found.num_to_take(num_blocks) * blocks.sizes.full_pages",
-        found_in=417,
+        found_in=1747,
     ),
     SeededBug(
         "a sequence goes on before those that wait for its KV hold their windows",
         "scheduler_svc.core.steps.chunks", "_num_before_waiting",
         "for each in lane.prefilling if each.kv_source is source]", "for each in ()]",
-        found_in=263,
+        found_in=1467,
     ),
     SeededBug(
         "KV is kept without what the next row reads in a window",
         "scheduler_svc.core.steps.kept_kv", "_give_up_uncertain",
         "not lane.blocks.windows.covers(sequence)", "False",
-        found_in=893,
+        found_in=2020,
     ),
     SeededBug(
         "appended pages of a block come in another order than its strips",
@@ -348,27 +348,19 @@ SEEDED_BUGS = (
         "chunks take no pages for what they have given back",
         "scheduler_svc.core.memory.window_tables", "WindowTables.cover",
         "max(needed, held.stop + num_freed[number])", "held.stop",
-        found_in=39,
+        found_in=46,
     ),
     SeededBug(
         "a hit ends where a window lacks its first block",
         "scheduler_svc.core.kv_groups", "GroupSizes.num_read",
         "-(-(window - 1) // self.block_size)", "(window - 1) // self.block_size",
-    ),
-    SeededBug(
-        "blocks of a hit are evicted for the blocks behind it",
-        "scheduler_svc.core.memory.window_tables", "WindowTables.claim",
-        "in self._groups():", "in ():",
+        found_in=326,
     ),
     SeededBug(
         "a window moves to the host without its content",
         "scheduler_svc.core.memory.paged_tiers", "PagedTiers._evict_block",
         "= tuple(pages)", "= (pages[0], *[()] * len(device.windows))",
-    ),
-    SeededBug(
-        "samples that come back share what the first one's hit has passed",
-        "scheduler_svc.core.steps.allocation", "allocations_of",
-        "allocation.num_shared < num_found", "False",
+        found_in=921,
     ),
 )  # fmt: skip
 

@@ -127,8 +127,10 @@ class PrefixLookups:
 
     def _num_usable(self, lookup: _Lookup) -> int:
         """Number of leading blocks that are worth using, and that the plan being made can use."""
-        num_usable = self._num_of_use(lookup)
         rule = self._rule
+        if rule is None and not lookup.has_host_blocks:
+            return len(lookup.places)
+        num_usable = self._num_of_use(lookup)
         if rule is None:
             return num_usable
         if lookup.has_host_blocks:

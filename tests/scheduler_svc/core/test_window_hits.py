@@ -10,6 +10,7 @@ import pytest
 from executor_svc.simulated.costs import StepCosts
 from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.core.policies.policies import Policies
+from scheduler_svc.core.queues.orders import PriorityOrder
 from scheduler_svc.core.types import BeamSpec
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.known import VOCAB_SIZE
@@ -144,15 +145,22 @@ def test_preempted_requests_go_on_where_they_were() -> None:
         assert bench.tokens[f"r{number}"] == bench.known(f"r{number}")
 
 
-def test_samples_that_come_back_look_up_what_they_have_in_common() -> None:
-    bench = caching(num_blocks=100, max_num_batched_tokens=32)
-    bench.add("n", draw(50), 40, n=3)
-    for number in range(3):
-        bench.add(f"r{number}", draw(40, 1 + number), 50)
-    bench.run()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_samples_that_come_back_look_up_what_they_have_computed(depth: int) -> None:
+    """The first one's hit reaches further than the prompt, which the others would share with it."""
+    limits = {"num_blocks": 400, "max_num_batched_tokens": 64, "max_model_len": 400}
+    bench = Bench(Policies(PriorityOrder(), prefix_caching=True), kv_groups=(FULL, WINDOW), **limits)  # type: ignore[arg-type]
+    bench.add("n", draw(30), 60, n=3, priority=1)
+    for _ in range(30):
+        bench.step(depth)
+    bench.add("urgent", draw(20, 1), 5, n=4, priority=0)
+    before = bench.num_computed_tokens
+    bench.run(depth)
     assert bench.lane.counts.num_preemptions > 0
     for index in range(3):
         assert bench.samples["n", index] == bench.known("n", index)
+    # All go on where they were: hardly more is computed than the tokens that were left.
+    assert bench.num_computed_tokens - before < 3 * 40 + 20 + 4 * 5 + 3 * 12
 
 
 def test_beams_hit_as_others_do() -> None:

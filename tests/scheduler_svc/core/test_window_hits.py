@@ -53,6 +53,7 @@ def test_a_shared_beginning_is_found_wherever_it_ends() -> None:
         assert hits(bench, f"b{number}", (*text[:end], *draw(9, 1 + number)), 3) == end // 4 * 4
 
 
+@pytest.mark.slow
 def test_the_next_turn_of_a_talk_finds_prompt_and_answer() -> None:
     bench, full, talk = caching(), caching(groups=(FULL,)), draw(70)
     for turn in range(12):
@@ -135,6 +136,7 @@ def test_a_long_talk_hits_as_with_full_attention() -> None:
     assert found[0] >= 0.95 * found[1] > 0
 
 
+@pytest.mark.slow
 def test_preempted_requests_go_on_where_they_were() -> None:
     bench = caching(num_blocks=130, max_num_batched_tokens=16)
     for number in range(4):
@@ -145,6 +147,7 @@ def test_preempted_requests_go_on_where_they_were() -> None:
         assert bench.tokens[f"r{number}"] == bench.known(f"r{number}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_samples_that_come_back_look_up_what_they_have_computed(depth: int) -> None:
     """The first one's hit reaches further than the prompt, which the others would share with it."""

@@ -121,6 +121,10 @@ class LLMOptions(TypedDict, total=False):
     simulate_eos_token_id: int | None
     """Token id that ends outputs of the simulated model; a config.json in the folder of --model overrides it."""
 
+    simulate_kv_groups: str | None
+    """KV groups of the simulated model, joined by commas: the positions that a row reads, or full, and the pages of a
+    block; --num-gpu-blocks then counts pages. Values: full:1,1024:5."""
+
     inject: str | None
     """Only for tests, with --simulate or a model on the CPU: faults of this process, joined by commas, each in its step
     of this number; die only with --simulate; docs/simulated.md. Values: hang@STEP[:SECONDS], oom@STEP,

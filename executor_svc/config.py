@@ -61,6 +61,13 @@ class ExecutorConfig(ServiceSettings):
         "overrides it.",
         json_schema_extra=about("Simulation"),
     )
+    simulate_kv_groups: str | None = Field(
+        None,
+        min_length=1,
+        description="KV groups of the simulated model, joined by commas: the positions that a row reads, or full, and "
+        "the pages of a block; --num-gpu-blocks then counts pages.",
+        json_schema_extra=about("Simulation", values="full:1,1024:5"),
+    )
     inject: str | None = Field(
         None,
         min_length=1,

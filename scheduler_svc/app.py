@@ -62,10 +62,6 @@ from scheduler_svc.tenants.registry import Registry
 _LOG = logging.getLogger(__name__)
 _STOP_GRACE_S = 0.5
 
-_NO_PREFIX_CACHE = (
-    "the model has layers with a window, whose KV is given back: there is no prefix cache (--enable-prefix-caching has "
-    "no effect)"
-)
 _NO_TOKENIZER = (
     "the model has no tokenizer: requests must send token ids, as `cadenza generate --ids 5,6,7` does; "
     "--tokenizer names one"
@@ -271,8 +267,6 @@ class Service:
     def _log_choices(self) -> None:
         model, tokenizer, config = self._engine.model, self._model.tokenizer, self._config
         _log_model(model, tokenizer, self._model.max_model_len)
-        if config.enable_prefix_caching and model.has_windows:
-            _LOG.info("%s", _NO_PREFIX_CACHE)
         if tokenizer is None and not config.skip_tokenizer_init:
             _LOG.warning("%s", _NO_TOKENIZER)
         if config.lora and not model.max_loras:

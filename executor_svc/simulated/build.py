@@ -9,11 +9,13 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.models.sampling_defaults import sampling_defaults
 from executor_svc.plan.description import Description, describe, limits_of
+from executor_svc.plan.limits import GroupShape
 from executor_svc.simulated.adapters import SimulatedAdapters
 from executor_svc.simulated.clock import sharpen_sleep
 from executor_svc.simulated.costs import read_costs
 from executor_svc.simulated.drafts import AcceptanceSource
 from executor_svc.simulated.executor import SimulatedStepExecutor
+from executor_svc.simulated.group_options import most_pages, read_groups
 from executor_svc.simulated.injection import read_injection, split_poison
 from executor_svc.simulated.memory import PoolSizes
 from executor_svc.simulated.model import fingerprint, simulated_model
@@ -35,9 +37,10 @@ def build_simulated(
     injection = read_injection(others) if others is not None else None
     model = simulated_model(config)
     geometry = model.geometry
-    sizes = _pool_sizes(config, geometry.max_model_len)
+    groups = read_groups(config.simulate_kv_groups) if config.simulate_kv_groups else ()
+    sizes = _pool_sizes(config, geometry.max_model_len, groups)
     limits = limits_of(config, geometry, sizes)
-    limits = replace(limits, max_loras=config.max_loras, max_cpu_loras=config.max_cpu_loras)
+    limits = replace(limits, max_loras=config.max_loras, max_cpu_loras=config.max_cpu_loras, kv_groups=groups)
     adapters = SimulatedAdapters(limits.max_cpu_loras, costs, roots=config.adapter_roots)
     try:
         if drafts is None and config.speculative != "off":
@@ -63,7 +66,9 @@ def build_simulated(
     )
 
 
-def _pool_sizes(config: ExecutorConfig, max_model_len: int) -> PoolSizes:
-    """Return the pool sizes of the options; default: the most device blocks that the sequences of a step could use."""
-    most = config.max_num_seqs * -(-max_model_len // config.block_size)
-    return PoolSizes(config.block_size, config.num_gpu_blocks or most, config.num_cpu_blocks)
+def _pool_sizes(config: ExecutorConfig, max_model_len: int, groups: tuple[GroupShape, ...]) -> PoolSizes:
+    """Return the pool sizes of the options; default: the most device pages that the sequences of a step could use."""
+    most = -(-max_model_len // config.block_size)
+    if groups:
+        most = most_pages(groups, most, config.block_size, config.max_num_batched_tokens)
+    return PoolSizes(config.block_size, config.num_gpu_blocks or config.max_num_seqs * most, config.num_cpu_blocks)

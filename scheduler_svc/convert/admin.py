@@ -10,7 +10,7 @@ from cadenza_common.serving.slices import SLICE_ITEMS, Work
 from scheduler_svc.core.adapters.lane_adapters import AdapterState
 from scheduler_svc.engine.adapters.adapters import NamedAdapter
 from scheduler_svc.plan_loop.gauges import Load
-from scheduler_svc.plan_loop.ports import ExecutorState, SequenceBlockTable, StepRecord
+from scheduler_svc.plan_loop.ports import ExecutorState, GroupPages, SequenceBlockTable, StepRecord
 
 _COLUMNS = 6
 """Of a record: values for each of its sequences."""
@@ -42,14 +42,17 @@ def block_table_response(tables: Sequence[SequenceBlockTable]) -> Work[pb.GetBlo
     response = pb.GetBlockTableResponse()
     num_items = 0
     for table in tables:
-        if num_items + 2 * len(table.block_ids) > SLICE_ITEMS:
+        num_own = 2 * len(table.block_ids) + sum(len(group.page_ids) for group in table.groups)
+        if num_items + num_own > SLICE_ITEMS:
             num_items = 0
             yield
-        num_items += 2 * len(table.block_ids)
+        num_items += num_own
         sequence = response.sequences.add(
             sample_index=table.sample_index, num_computed_tokens=table.num_computed_tokens, swapped=table.swapped
         )
-        sequence.block_tables.add(kv_group=0).block_ids.extend(table.block_ids)
+        for index, group in enumerate(table.groups or (GroupPages(0, table.block_ids),)):
+            block_table = sequence.block_tables.add(kv_group=index, first_block=group.first_block)
+            block_table.block_ids.extend(group.page_ids)
         sequence.ref_counts.extend(table.ref_counts)
     return response
 

@@ -15,6 +15,8 @@ _SPARE_TOKENS = 4
 """Positions before a window that are kept at least: one for each plan in flight, whose result may take a token back."""
 _MIN_CHUNK = 2048
 """Tokens of a chunk that are always allowed: shorter chunks would cost speed, longer ones need more pages."""
+_LEAST_INTERVAL, _MOST_INTERVAL, _INTERVAL_WITHOUT_FULL = 256, 4096, 1024
+"""Tokens between the windows of a long prefix that are kept longer than others; see `GroupSizes.interval`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,30 @@ class GroupSizes:
     def first_block(self, window: int, context_len: int) -> int:
         """The first block of a window group that a sequence with so many computed tokens keeps."""
         return max(0, context_len + 1 - self.num_kept(window)) // self.block_size
+
+    def num_read(self, window: int) -> int:
+        """The most full blocks of a window group that the row after a full block reads."""
+        return -(-(window - 1) // self.block_size)
+
+    @property
+    def interval(self) -> int:
+        """Blocks from one window to the next of those that are kept in the middle of a long prefix.
+
+        A power of two of tokens, at which windows take about as many pages as the prefix without them.
+        """
+        num_pages = sum(group.pages_per_block * self.num_read(group.window or 0) for group in self.windows)
+        if not self.full_pages:
+            return max(1, _INTERVAL_WITHOUT_FULL // self.block_size)
+        num_tokens = num_pages * self.block_size // self.full_pages
+        num_tokens = min(max(_LEAST_INTERVAL, 1 << max(0, num_tokens - 1).bit_length()), _MOST_INTERVAL)
+        return max(1, num_tokens // self.block_size)
+
+    def opening(self, window: int, num_found: int, num_blocks: int, chunk: int) -> range:
+        """The blocks of a window group that a new table of so many blocks holds, to compute chunks of so many tokens
+        behind the first `num_found` blocks, which are computed."""
+        first = max(0, num_found - self.num_read(window))
+        end = self.first_block(window, num_found * self.block_size) + self.quota(window, chunk)
+        return range(first, max(first, min(num_blocks, end)))
 
     def quota(self, window: int, chunk: int) -> int:
         """The most blocks of a window group that a sequence needs at once to compute chunks of so many tokens.

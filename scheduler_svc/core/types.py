@@ -165,11 +165,6 @@ class ExecutorSpec:
         sizes = group_sizes(self.kv_groups, self.block_size, self.max_num_batched_tokens, self.max_drafts)
         object.__setattr__(self, "group_sizes", sizes)
 
-    @property
-    def has_windows(self) -> bool:
-        """Whether it has KV groups with a window, which have no prefix cache."""
-        return any(group.window is not None for group in self.kv_groups)
-
     def footprint(self, num_tokens: int, chunk: int = 1) -> int:
         """Pages that a sequence of so many tokens needs to compute chunks of so many."""
         num_blocks, sizes = -(-num_tokens // self.block_size), self.group_sizes

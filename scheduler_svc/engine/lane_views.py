@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from typing import cast
+
 from scheduler_svc.core.lanes.lane import Lane
+from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.types import RequestKey, SequenceState
 from scheduler_svc.plan_loop.gauges import Load, num_queued
-from scheduler_svc.plan_loop.ports import SequenceBlockTable
+from scheduler_svc.plan_loop.ports import GroupPages, SequenceBlockTable
 
 
 def step_load(core: Scheduler) -> Load:
@@ -44,19 +48,22 @@ def block_tables(core: Scheduler, key: RequestKey) -> list[SequenceBlockTable] |
     counts = ([], []) if lane is None else (lane.blocks.pool.num_holders, lane.blocks.host_pool.num_holders)
     shared_counts: dict[SharedBlocks, list[int]] = {}
     return [
-        _block_table(counts, shared_counts, sequence)
+        _block_table(counts, shared_counts, sequence, () if lane is None else _group_pages(lane, sequence))
         for sequence in group.sequences
         if sequence.state is not SequenceState.FINISHED
     ]
 
 
 def _block_table(
-    counts: tuple[list[int], list[int]], shared_counts: dict[SharedBlocks, list[int]], sequence: Sequence
+    counts: tuple[list[int], list[int]],
+    shared_counts: dict[SharedBlocks, list[int]],
+    sequence: Sequence,
+    groups: tuple[GroupPages, ...],
 ) -> SequenceBlockTable:
     """A sequence's block table.
 
     `counts`: by device block and by host block, the number of holders; `shared_counts`: those of blocks that the group
-    shares, as far as they were needed.
+    shares, as far as they were needed. `groups`: its pages by KV group.
     """
     swapped = sequence.state is SequenceState.SWAPPED
     block_ids, shared = sequence.host_block_ids if swapped else sequence.block_ids, sequence.shared_blocks
@@ -72,7 +79,23 @@ def _block_table(
         ref_counts=(*first, *map(count_of, block_ids[len(first) :])),
         num_computed_tokens=sequence.num_computed_tokens,
         swapped=swapped,
+        groups=groups,
     )
+
+
+def _group_pages(lane: Lane, sequence: Sequence) -> tuple[GroupPages, ...]:
+    """What a sequence holds in each KV group; empty where a block is a page."""
+    sizes = lane.blocks.sizes
+    if sizes is None:
+        return ()
+    pool = cast("PagedPool", lane.blocks.host_pool if sequence.host_block_ids else lane.blocks.pool)
+    table = sequence.host_block_ids or sequence.block_ids
+    held = [GroupPages(0, tuple(chain.from_iterable(map(pool.full_pages_of, table))))] if sizes.full_pages else []
+    windows = sequence.windows or [range(0)] * len(sizes.windows)
+    for of_blocks, window in zip(pool.windows, windows, strict=True):
+        pages = chain.from_iterable(of_blocks[block_id] for block_id in table[window.start : window.stop])
+        held.append(GroupPages(window.start, tuple(pages)))
+    return tuple(held)
 
 
 def retry_after_s(core: Scheduler, max_num_seqs: int) -> float:

@@ -78,7 +78,6 @@ def _options(front: Front, builder: RequestBuilder) -> dict[str, str]:
     options["executor"] = ",".join(config.executor)
     options["tokenizer"] = builder.tokenizer.source if builder.tokenizer is not None else ""
     options["max_model_len"] = builder.max_model_len
-    options["enable_prefix_caching"] = config.enable_prefix_caching and not model.has_windows
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         options[name] = min(options.get(name, getattr(model, name)), getattr(model, name))
     return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}

@@ -95,7 +95,7 @@ class Load:
     num_host_blocks: int = _gauge("blocks", "KV blocks of the host pool.", lambda _, lane: lane.spec.num_host_blocks)
     num_used_host_blocks: int = _gauge("blocks", "Sequences hold them.", lambda _, lane: lane.blocks.num_used_host)
     num_cached_host_blocks: int = _gauge(
-        "blocks", "Free, still cached.", lambda _, lane: lane.blocks.host_pool.num_idle
+        "blocks", "Free, still cached.", lambda _, lane: lane.blocks.host_pool.num_idle_pages
     )
     num_stored_tokens: int = _gauge(
         "tokens", "Have KV in the held blocks.", lambda _, lane: lane.num_stored_tokens,

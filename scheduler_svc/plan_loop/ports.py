@@ -79,11 +79,6 @@ class ModelDescription:
     """Whether the core chooses their number by what steps have cost and accepted."""
 
     @property
-    def has_windows(self) -> bool:
-        """Whether it has KV groups with a window, which have no prefix cache."""
-        return any(group.window is not None for group in self.kv_groups)
-
-    @property
     def num_kv_tokens(self) -> int:
         """Number of tokens of one sequence whose KV the device pool holds; with KV groups at most max_model_len."""
         sizes = group_sizes(self.kv_groups, self.block_size, self.max_num_batched_tokens)
@@ -320,6 +315,14 @@ class ExecutorState:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupPages:
+    """What a sequence holds in one KV group; names as in BlockTable."""
+
+    first_block: int
+    page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceBlockTable:
     """The current block table of one sequence; names as in SequenceBlocks."""
 
@@ -328,3 +331,5 @@ class SequenceBlockTable:
     ref_counts: tuple[int, ...]
     num_computed_tokens: int
     swapped: bool
+    groups: tuple[GroupPages, ...] = ()
+    """The pages of each KV group in place of `block_ids`; empty: a block is a page."""

@@ -308,6 +308,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "lane_scaling",
         "lora",
         "placement",
+        "prefix_hits",
         "scheduler_cost",
         "service_plane",
         "speculation",

@@ -10,7 +10,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.helpers.core.block_world import PROMPTS, STOP, TOKENS, World
+from scheduler_svc.core.errors import InvariantError
+from tests.helpers.core.block_books import STOP
+from tests.helpers.core.block_world import GROUPS, PROMPTS, TOKENS, World
+from tests.simulation.seeded_bugs import SeededBug, seeded
+from tests.simulation.window_bugs import WINDOW_BUGS
 
 START = {
     "block_size": [2, 3, 1],
@@ -18,6 +22,7 @@ START = {
     "num_host_blocks": [8, 16, 4, 0],
     "caching": [True, True, True, False],
     "rates": [None, (1000, 1), (10, 15), (1, 1000)],
+    "groups": GROUPS,
 }
 ARRIVE = {
     "prompt": PROMPTS,
@@ -91,8 +96,17 @@ TestBlocks.settings = settings(max_examples=60, stateful_step_count=40)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_histories(seed: int) -> None:
     """Long ones, in which every kind of thing happens often: hypothesis prefers simple ones."""
+    run_history(seed, START)
+
+
+def run_histories(count: int, start: dict[str, list[Any]]) -> None:
+    for seed in range(count):
+        run_history(seed, start)
+
+
+def run_history(seed: int, start: dict[str, list[Any]]) -> None:
     rng = random.Random(seed)
-    world = World(**{name: rng.choice(values) for name, values in START.items()})
+    world = World(**{name: rng.choice(values) for name, values in start.items()})
     for _ in range(300):
         match rng.choice("acccss"):
             case "a":
@@ -103,3 +117,11 @@ def test_random_histories(seed: int) -> None:
                 world.step(rng.choices(WANTED, k=4), rng.choices(SAMPLED, k=4), rng.choices(CONFIRMED, k=4))
         world.check()
     world.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", WINDOW_BUGS, ids=lambda bug: bug.name)
+def test_a_bug_of_windows_is_found(bug: SeededBug) -> None:
+    start = {**START, "groups": [each for each in GROUPS if len(each) > 1], "caching": [True]}
+    with seeded(bug), pytest.raises((AssertionError, InvariantError, KeyError)):
+        run_histories(60, start)

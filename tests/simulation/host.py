@@ -113,7 +113,7 @@ class Host:
             world.loop, world.rng, model, runner, world.adapters, world.scenario.adapters.load_s,
             on_error=world.fail, on_death=self._on_death, on_step=self._on_step,
             on_computed=lambda session, began_at: world.overlaps.add(process, session, began_at),
-            on_change=self.touch, is_poisoned=self._is_poisoned,
+            on_change=self.touch, is_poisoned=self._is_poisoned, unused=world.take_unused,
         )  # fmt: skip
         self.note(f"executor {model.incarnation} starts: {model.num_device_blocks} blocks of {model.block_size}, "
                   f"{model.max_num_seqs} sequences, {model.max_num_batched_tokens} tokens a step, "

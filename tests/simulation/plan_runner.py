@@ -130,6 +130,11 @@ class PlanRunner:
                 for place in places:
                     self._device[place] = _SPOILT
 
+    def spoil_pages(self, pages: list[int]) -> None:
+        """Leave garbage in device pages."""
+        for page in pages:
+            self._fill(self._device, page)
+
     # --- the plan's parts, in the order of execution.proto -----------------------------------------------------------
 
     def _prepare(self, plan: StepPlan) -> tuple[list[_Work], list[tuple[Slot, Slot]], list[Slot]]:

@@ -33,6 +33,9 @@ class Runner(Protocol):
     def spoil(self, plan: StepPlan) -> None:
         """Fail in the middle of a plan."""
 
+    def spoil_pages(self, pages: list[int]) -> None:
+        """Leave garbage in device pages."""
+
     def load_adapter(self, index: int, content: int) -> None:
         """Later plans may name an adapter."""
 
@@ -96,10 +99,11 @@ class ExecutorProcess:
         on_computed: Callable[[Session, float], None],
         on_change: Callable[[], None],
         is_poisoned: Callable[[StepPlan], bool],
+        unused: Callable[[StepPlan], list[int]],
     ) -> None:
         """on_death: called with the session whose peer knows already. on_step: called when a step begins (False) and
         ends (True). on_computed: called when it has computed, with the time at which it began. on_change: called when
-        one hangs, goes on or fails."""
+        one hangs, goes on or fails. unused: the device pages that nobody had when a plan was made."""
         self.model = model
         self.runner = runner
         self.alive = True
@@ -117,7 +121,7 @@ class ExecutorProcess:
         """Whether a step runs that takes much too long."""
         self._loop, self._rng = loop, rng
         self._on_error, self._on_death, self._on_step, self._is_poisoned = on_error, on_death, on_step, is_poisoned
-        self._on_change, self._on_computed = on_change, on_computed
+        self._on_change, self._on_computed, self._unused = on_change, on_computed, unused
         self._queue: deque[tuple[Session, StepPlan | AdapterUnloaded]] = deque()
         self._running: tuple[Session, StepPlan, NextStep] | None = None
         self._began_at = 0.0
@@ -317,6 +321,7 @@ class ExecutorProcess:
                 session.failed = True
                 return StepResult(plan.step_id, fault.status, "an injected failure")
             result = self.runner.run(plan, fault.non_finite)
+            self.runner.spoil_pages(self._unused(plan))
         except Exception as exc:
             self._on_error(exc)
             return None

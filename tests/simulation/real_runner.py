@@ -80,6 +80,11 @@ class RealRunner:
             errors=[*result.errors, SlotError.NON_FINITE_LOGITS],
         )
 
+    def spoil_pages(self, pages: list[int]) -> None:
+        """Leave garbage in device pages."""
+        if pages:
+            self._executor.spoil(pages)
+
     def spoil(self, plan: StepPlan) -> None:
         """Fail in the middle of a plan: some of it is done, and nobody learns what."""
         self._executor.run(plan)

@@ -243,6 +243,8 @@ def _draw_groups(rng: Random) -> tuple[KVGroup, ...]:
     groups = [KVGroup(0, None, rng.randint(1, 3))] if rng.random() < 0.8 else []
     if not groups or rng.random() < 0.85:
         groups.append(KVGroup(len(groups), rng.choice([2, 3, 5, 9, 16]), rng.randint(1, 3)))
+        if rng.random() < 0.2:
+            groups.append(KVGroup(len(groups), rng.choice([2, 6, 12]), rng.randint(1, 2)))
     return tuple(groups)
 
 

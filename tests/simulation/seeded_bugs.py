@@ -317,20 +317,20 @@ SEEDED_BUGS = (
     SeededBug(
         "an admission counts no pages of windows",
         "scheduler_svc.core.steps.plain_admission", "_take_blocks",
-        "blocks.sizes.num_pages(num_to_take, blocks.sizes.max_chunk)", "num_to_take * blocks.sizes.full_pages",
-        found_in=417,
+        "blocks.num_to_take(found, num_blocks)", "found.num_to_take(num_blocks) * blocks.sizes.full_pages",
+        found_in=1747,
     ),
     SeededBug(
         "a sequence goes on before those that wait for its KV hold their windows",
         "scheduler_svc.core.steps.chunks", "_num_before_waiting",
         "for each in lane.prefilling if each.kv_source is source]", "for each in ()]",
-        found_in=263,
+        found_in=1467,
     ),
     SeededBug(
         "KV is kept without what the next row reads in a window",
         "scheduler_svc.core.steps.kept_kv", "_give_up_uncertain",
         "not lane.blocks.windows.covers(sequence)", "False",
-        found_in=893,
+        found_in=2020,
     ),
     SeededBug(
         "appended pages of a block come in another order than its strips",
@@ -348,7 +348,19 @@ SEEDED_BUGS = (
         "chunks take no pages for what they have given back",
         "scheduler_svc.core.memory.window_tables", "WindowTables.cover",
         "max(needed, held.stop + num_freed[number])", "held.stop",
-        found_in=39,
+        found_in=46,
+    ),
+    SeededBug(
+        "a hit ends where a window lacks its first block",
+        "scheduler_svc.core.kv_groups", "GroupSizes.num_read",
+        "-(-(window - 1) // self.block_size)", "(window - 1) // self.block_size",
+        found_in=326,
+    ),
+    SeededBug(
+        "a window moves to the host without its content",
+        "scheduler_svc.core.memory.paged_tiers", "PagedTiers._evict_block",
+        "= tuple(pages)", "= (pages[0], *[()] * len(device.windows))",
+        found_in=921,
     ),
 )  # fmt: skip
 
@@ -368,11 +380,13 @@ def seeded(bug: SeededBug) -> Iterator[None]:
     indent = " " * (len(source) - len(source.lstrip()))
     new = source.replace(bug.old, bug.new.replace("\n", f"\n{indent}"))
     lines = [line.removeprefix(indent) for line in new.splitlines()]
-    code = "from __future__ import annotations\n" + "\n".join(lines)
+    # `super()` reads a variable of the class body, which the code gets from the function that it replaces.
+    outer_lines = ["def make(__class__):", *(f"    {line}" for line in lines), f"    return {name}"]
+    code = "from __future__ import annotations\n" + "\n".join(outer_lines)
     found: dict[str, Any] = {}
     exec(compile(code, f"<{bug.name}>", "exec"), dict(function.__globals__), found)
     # The code, not the name: other modules have imported the function.
-    changed = found[name]
+    changed = found["make"](None)
     before = function.__code__
     function.__code__ = (changed.fget if isinstance(changed, property) else changed).__code__
     try:

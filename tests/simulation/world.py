@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+from cadenza_common.plan.plan import StepPlan
+from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.types import ExecutorSpec
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.executors.addresses import ExecutorEntries
@@ -58,6 +60,9 @@ class World:
         if record is not None:
             config = config.model_copy(update={"record": str(record)})
         self.core, self._record = stack.enter_context(recorded_core(config))
+        self._unused = dict[int, tuple[StepPlan, list[int]]]()
+        """By plan, the pages that nobody had when it was made."""
+        self.core.plan_step, self._plan_step = self._plan, self.core.plan_step  # type: ignore[method-assign]
         self.engine = Engine(config, self.core, self.clock, connect=self._connect)
         self.engine.add_health_listener(self._on_health)
         self.overlaps, self.heads, self.turns = Overlaps(self), HeadWatch(self), TurnWatch(self)
@@ -98,6 +103,16 @@ class World:
             self._was_healthy = healthy
             self.counts["healthy" if healthy else "unhealthy"] += 1
             self.note("healthy" if healthy else "unhealthy")
+
+    def _plan(self, executor_id: int, now: float) -> StepPlan | None:
+        plan, pool = self._plan_step(executor_id, now), self.core.lanes[executor_id].blocks.pool
+        if plan is not None and isinstance(pool, PagedPool):
+            self._unused[id(plan)] = plan, list(pool.unused_pages)
+        return plan
+
+    def take_unused(self, plan: StepPlan) -> list[int]:
+        """The pages that get garbage when a plan has run: nobody may read what was given back or evicted."""
+        return self._unused.pop(id(plan), (plan, []))[1]
 
     def on_step_ended(self) -> None:
         """An executor has ended a step."""

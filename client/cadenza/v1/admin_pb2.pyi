@@ -475,11 +475,11 @@ class SequenceBlocks(_message.Message):
     """Whether the blocks are in the host pool."""
     @_builtins.property
     def block_tables(self) -> _containers.RepeatedCompositeFieldContainer[_execution_pb2.BlockTable]:
-        """The blocks, per KV group."""
+        """The pages, per KV group; of a group with a window those that the sequence holds, from first_block on."""
 
     @_builtins.property
     def ref_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Reference count of each block of the first group; [num_blocks]."""
+        """Number of holders of each block; [num_blocks]."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class Lane:
         self.unexplained: frozenset[SequenceGroup] = frozenset()
         """Groups that may have ended the last session, while it is not known whether they killed the executor."""
         self.order = policy
-        self._caching = prefix_caching and spec.shares_prefixes and not spec.has_windows
+        self._caching = prefix_caching and spec.shares_prefixes
         self._sizes = spec.group_sizes
         self.rates = MeasuredRates()
         self.turnover = Turnover()

@@ -32,7 +32,9 @@ from scheduler_svc.core.memory.block_tables import (
 )
 from scheduler_svc.core.memory.block_tiers import BlockTiers
 from scheduler_svc.core.memory.cached_blocks import CachedBlocks
-from scheduler_svc.core.memory.paged_pool import PagedPool, make_tiers
+from scheduler_svc.core.memory.hit_rule import HitRule
+from scheduler_svc.core.memory.paged_pool import PagedPool
+from scheduler_svc.core.memory.paged_tiers import make_tiers
 from scheduler_svc.core.memory.prefix_cache import CachedPrefix, PrefixCounts
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.memory.window_tables import WindowTables
@@ -67,13 +69,14 @@ class BlockManager(CachedBlocks):
         self._num_watermark_blocks = int(watermark * num_blocks)
         self.block_pages = 1 if sizes is None else sizes.block_pages
         """Pages of a block that a sequence writes to next."""
+        rule: HitRule | None = None
         if sizes is None:
             tiers = BlockTiers(BlockPool(num_blocks), BlockPool(num_host_blocks), block_size, rates)
         else:
             tiers = paged = make_tiers(num_blocks, num_host_blocks, block_size, rates, sizes, num_ids)
             if sizes.windows:
-                self.windows = WindowTables(paged, sizes)
-        super().__init__(tiers, block_size, caching=caching)
+                self.windows, rule = WindowTables(paged, sizes), HitRule(paged, sizes)
+        super().__init__(tiers, block_size, caching=caching, rule=rule)
         self.host_pool = tiers.host
 
     @property
@@ -84,7 +87,7 @@ class BlockManager(CachedBlocks):
     @property
     def num_cached(self) -> int:
         """Number of free device pages that are cached."""
-        return self.pool.num_idle * self.pool.block_pages
+        return self.pool.num_idle_pages
 
     @property
     def num_used_host(self) -> int:
@@ -104,8 +107,19 @@ class BlockManager(CachedBlocks):
         """Number of pages of so many blocks of a new table, to compute chunks of so many tokens."""
         return num_blocks if self.sizes is None else self.sizes.num_pages(num_blocks, chunk)
 
+    def num_to_take(self, found: CachedPrefix, num_blocks: int, chunk: int = 0) -> int:
+        """Number of free pages that a sequence of so many blocks takes with this prefix; chunk: as for `allocate`."""
+        num_to_take, sizes = found.num_to_take(num_blocks), self.sizes
+        if sizes is None:
+            return num_to_take
+        num_pages = num_to_take * sizes.full_pages
+        if self.windows is not None:
+            places = self.tiers.cache.places(found.nodes)
+            num_pages += self.windows.num_to_open(places, num_blocks, chunk or sizes.max_chunk)
+        return num_pages
+
     def num_pages_of(self, sequence: Sequence) -> int:
-        """Number of pages of its blocks."""
+        """Number of pages of its blocks that it or others hold."""
         return self.pool.num_pages_of(sequence.block_ids)
 
     def pages_of(self, block_ids: Ids[int]) -> Ids[int]:
@@ -134,6 +148,13 @@ class BlockManager(CachedBlocks):
         if self.windows is not None:
             self.windows.extend(sequence, num_before)
         return taken
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Give back what it holds in windows before its next row. Call it where `cache_full_blocks` may be called."""
+        if self.windows is not None:
+            if self.caching:
+                self.cache_full_blocks(sequence)
+            self.windows.give_back(sequence)
 
     def free_taken(self, block_ids: Ids[int]) -> None:
         """Free blocks that were taken and are in no block table."""
@@ -178,6 +199,8 @@ class BlockManager(CachedBlocks):
         if self.caching:
             self._lookups.forget(sequence)
         if found and num_found:
+            if self.windows is not None:
+                claimed = self.windows.claim(self.tiers.cache.places(found.nodes))
             sequence.block_ids = self.tiers.take_cached(found.nodes, num_new)
             sequence.num_cached_blocks, sequence.cache_node = num_found, found.nodes[-1]
         else:
@@ -187,7 +210,13 @@ class BlockManager(CachedBlocks):
             sequence.block_ids += taken
             sequence.num_cached_blocks, sequence.cache_node = 0, None
         if self.windows is not None and self.sizes is not None:
-            self.windows.open(sequence, num_shared, chunk or self.sizes.max_chunk)
+            chunk = chunk or self.sizes.max_chunk
+            sequence.prefix_ends = (num_found, found.num_matched) if found else ()
+            if num_found:
+                self.windows.open_found(sequence, num_found, chunk)
+                self.windows.end_claim(claimed)
+            else:
+                self.windows.open(sequence, num_shared, chunk)
         if found and found.num_queried:
             self.prefix_counts.num_queried += found.num_queried
             self.prefix_counts.num_hits += found.num_tokens

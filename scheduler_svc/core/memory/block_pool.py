@@ -60,6 +60,11 @@ class BlockPool:
         """Number of cached blocks without holders."""
         return len(self._idle)
 
+    @property
+    def num_idle_pages(self) -> int:
+        """Number of pages that are cached and have no holder."""
+        return len(self._idle)
+
     def take(self, count: int) -> list[int]:
         """Take `count` unused blocks, each with one holder; raises InvariantError if there are too few."""
         if count > len(self._unused):

@@ -66,7 +66,7 @@ class BlockTiers:
                 moves.kept_sources[block_id] = None
                 continue
             self.device.drop((block_id,))
-            if counts[block_id] == 0 and moves.cancel(block_id):
+            if counts[block_id] == 0 and self.cancel(block_id):
                 self.uncache(block_id)
 
     def drop_table(self, block_ids: list[int], shared: SharedBlocks | None) -> None:
@@ -107,6 +107,10 @@ class BlockTiers:
         """Record a swap-in; raises InvariantError if this plan swaps the host block out."""
         self.moves.swap_in(host_block_id, block_id)
 
+    def cancel(self, block_id: int) -> bool:
+        """Cancel the move to a device block that lost its last holder; returns whether there was one."""
+        return self.moves.cancel(block_id)
+
     def swap_out_all(self, host_of: dict[int, int]) -> None:
         """Record swap-outs, by device block: this plan swaps none of them in."""
         self.moves.swap_out_all(host_of)
@@ -128,6 +132,20 @@ class BlockTiers:
         else:
             self.host.uncache(host_place(place))
         self.cache.remove(node)
+
+    def is_more_whole(self, block_id: int, node: int) -> bool:
+        """Whether a held block has pages of windows that the block of a node with the same tokens lacks."""
+        return False
+
+    def replace(self, node: int, block_id: int) -> None:
+        """Let a node name another device block with the same tokens, which is held and not cached."""
+        place = self.cache.place(node)
+        if place >= 0:
+            self.device.uncache(place)
+        else:
+            self.host.uncache(host_place(place))
+        self.cache.put(node, block_id)
+        self.device.cache(block_id, node)
 
     def flush(self, most: int) -> int:
         """Remove at most so many nodes from the prefix cache, the latest first; returns how many it has removed."""
@@ -192,8 +210,8 @@ class BlockTiers:
         for index, place in enumerate(places):
             if place < 0:
                 places[index] = block_id = next(brought)
-                node = self.host.uncache(host_place(place))
                 self.swap_in(host_place(place), block_id)
+                node = self.host.uncache(host_place(place))
                 self.cache.put(node, block_id)
                 self.device.cache(block_id, node)
         return places + taken[num_host:]

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.block_tables import follow_first_sample
 from scheduler_svc.core.memory.block_tiers import BlockTiers
+from scheduler_svc.core.memory.hit_rule import HitRule
 from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Key, Parent, pack_blocks
 from scheduler_svc.core.memory.prefix_lookups import PrefixLookups, may_hit, root_of
 from scheduler_svc.core.sequences.sequence import Sequence
@@ -15,13 +16,13 @@ from scheduler_svc.core.sequences.sequence import Sequence
 class CachedBlocks:
     """Cached blocks of both pools, by the tokens whose KV they hold."""
 
-    def __init__(self, tiers: BlockTiers, block_size: int, *, caching: bool) -> None:
-        """Without `caching` nothing is looked up or added."""
+    def __init__(self, tiers: BlockTiers, block_size: int, *, caching: bool, rule: HitRule | None = None) -> None:
+        """Without `caching` nothing is looked up or added. rule: where hits may end; None: at every block."""
         self.block_size = block_size
         self.caching = caching
         self.tiers = tiers
         self.pool: BlockPool = tiers.device
-        self._lookups = PrefixLookups(tiers, block_size)
+        self._lookups = PrefixLookups(tiers, block_size, rule)
 
     def find_cached_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Look up the longest cached prefix that a sequence may use; changes nothing.
@@ -77,11 +78,12 @@ class CachedBlocks:
             self.tiers.remove_node(node)
         self._lookups.forget(sequence)
 
-    def cache_full_blocks(self, sequence: Sequence) -> None:
+    def cache_full_blocks(self, sequence: Sequence, *, computed_again: bool = False) -> None:
         """Add its full and computed blocks to the cache; no-op if its request opted out.
 
         Call it between plans, or before the plan being made schedules tokens. Content that is cached already keeps its
-        first block; the sequence's own block is not cached.
+        first block; the sequence's own block is not cached. Unless that block lacks pages of windows and the own one,
+        of a chunk that was `computed_again` for them, has these.
         """
         if not self.caching or not sequence.block_ids or not sequence.group.spec.uses_prefix_cache:
             return
@@ -105,5 +107,7 @@ class CachedBlocks:
                 self.tiers.uncache(block_ids[index])
                 node = cache.add(parent, content, block_ids[index])
                 self.pool.cache(block_ids[index], node)
+            elif computed_again and self.tiers.is_more_whole(block_ids[index], node):
+                self.tiers.replace(node, block_ids[index])
             parent = node
         sequence.num_cached_blocks, sequence.cache_node = num_full, node

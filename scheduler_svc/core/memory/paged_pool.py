@@ -1,22 +1,23 @@
 """Pools whose blocks hold pages of several KV groups, and the moves of these pages.
 
 A block has its pages of the group without a window from when it is taken until it is unused. It has its pages of a
-window group while somebody holds it in that window: `window_tables` says who.
+window group while somebody holds it in that window: `window_tables` says who. Pages of a cached block stay when nobody
+holds it in the window any more, until they are needed: with them a prefix that ends there is a hit
+(docs/decisions/0063).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 
-from cadenza_common.plan.plan import BlockMoves
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.kv_groups import GroupSizes
-from scheduler_svc.core.memory.block_moves import NO_MOVES, Moves
 from scheduler_svc.core.memory.block_pool import BlockPool
-from scheduler_svc.core.memory.block_tiers import BlockTiers
-from scheduler_svc.core.memory.rates import MeasuredRates
 
+_WindowBlock = tuple[int, int]
+"""Window group and block."""
 BlockPages = tuple[tuple[int, ...], ...]
 """Pages of a block: in the group without a window, then in each window group; empty where it has none."""
 
@@ -33,9 +34,22 @@ class PagedPool(BlockPool):
         self._unused_pages = list(range(num_pages - 1, -1, -1))
         self._full: list[tuple[int, ...]] = [()] * num_blocks
         self.windows: list[dict[int, tuple[int, ...]]] = [{} for _ in sizes.windows]
-        """By window group: the pages of the blocks that are in the window of a holder."""
+        """By window group: the pages of the blocks that are in the window of a holder, or are cached with them."""
         self.window_refs: list[dict[int, int]] = [{} for _ in sizes.windows]
-        """By window group: the number of these holders, by block."""
+        """By window group: the number of these holders, by block; without one, the pages are idle."""
+        self.num_window_changes = 0
+        """Grows whenever a cached block loses idle pages of a window."""
+        self._spare: OrderedDict[_WindowBlock, None] = OrderedDict()
+        """Idle pages of windows that a sequence has only passed, the oldest first: they go before all else."""
+        self._kept: OrderedDict[_WindowBlock, int] = OrderedDict()
+        """The others, the oldest first, each with the moment since when it is idle."""
+        self._num_idle_pages = 0
+        """Of windows."""
+        self._idle_since = [0] * num_blocks
+        """By idle block, its moment."""
+        self._moment = 0
+        self.note_windows: Callable[[int], None] = lambda node: None
+        """Called when the block of this node, which is cached, gets or loses pages of a window."""
 
     @property
     def num_pages(self) -> int:
@@ -44,7 +58,11 @@ class PagedPool(BlockPool):
     @property
     def num_free(self) -> int:
         """Number of pages that are unused, or would be without idle blocks."""
-        return len(self._unused_pages) + self.num_idle * self.block_pages
+        return len(self._unused_pages) + self.num_idle_pages
+
+    @property
+    def num_idle_pages(self) -> int:
+        return self.num_idle * self.block_pages + self._num_idle_pages
 
     @property
     def unused_pages(self) -> list[int]:
@@ -66,7 +84,10 @@ class PagedPool(BlockPool):
         return self._full[block_id], *(pages.get(block_id, ()) for pages in self.windows)
 
     def num_pages_of(self, block_ids: Collection[int]) -> int:
-        return sum(len(pages) for block_id in block_ids for pages in self.pages_of(block_id))
+        num_pages = len(block_ids) * self.block_pages
+        for group, refs in zip(self._sizes.windows, self.window_refs, strict=True):
+            num_pages += group.pages_per_block * sum(block_id in refs for block_id in block_ids)
+        return num_pages
 
     def take(self, count: int) -> list[int]:
         taken = super().take(count)
@@ -76,38 +97,109 @@ class PagedPool(BlockPool):
         return taken
 
     def drop(self, block_ids: Iterable[int]) -> None:
-        before = len(self._unused)
+        before, block_ids = len(self._unused), list(block_ids)
         super().drop(block_ids)
         self._free_full(before)
+        for block_id in block_ids if self.cached else ():
+            self._idle_since[block_id] = self._moment
+        self._moment += 1
 
     def uncache(self, block_id: int) -> int:
         before = len(self._unused)
         node = super().uncache(block_id)
+        self._drop_idle_windows(block_id)
         self._free_full(before)
         return node
 
+    @property
+    def oldest(self) -> int:
+        """The idle block that is evicted next."""
+        return next(iter(self._idle))
+
     def evict(self) -> tuple[int, int]:
         before = len(self._unused)
-        evicted = super().evict()
+        block_id, node = super().evict()
+        self._drop_idle_windows(block_id)
         self._free_full(before)
-        return evicted
+        return block_id, node
 
     def hold_window(self, group: int, block_id: int) -> None:
-        """Add a holder of a block in a window group; the first one takes its pages."""
+        """Add a holder of a block in a window group; the first one takes its pages, if it has none."""
         refs = self.window_refs[group]
         refs[block_id] = refs.get(block_id, 0) + 1
         if refs[block_id] == 1:
-            self.windows[group][block_id] = self._take_pages(self._sizes.windows[group].pages_per_block)
+            if block_id in self.windows[group]:
+                self._wake((group, block_id))
+            else:
+                self._add_window(group, block_id)
 
-    def leave_window(self, group: int, block_id: int) -> bool:
-        """Remove a holder of a block in a window group; True: it was the last, and its pages are free."""
+    def leave_window(self, group: int, block_id: int, *, is_spare: bool = False) -> bool:
+        """Remove a holder of a block in a window group; True: it was the last, and its pages are free.
+
+        Those of a cached block are idle. is_spare: a hit that ends here is unlikely.
+        """
         refs = self.window_refs[group]
         refs[block_id] -= 1
         if refs[block_id]:
             return False
         del refs[block_id]
-        self._unused_pages += self.windows[group].pop(block_id)[::-1]
+        if block_id in self.cached:
+            self._rest((group, block_id), is_spare=is_spare)
+        else:
+            self._unused_pages += self.windows[group].pop(block_id)[::-1]
         return True
+
+    def add_idle_window(self, group: int, block_id: int) -> None:
+        """Take pages for a cached block in a window group; nobody holds them."""
+        self._add_window(group, block_id)
+        self._rest((group, block_id), is_spare=False)
+
+    def evict_window(self) -> bool:
+        """Free the idle pages of a block in one window group; False: an idle block is to be evicted before others.
+
+        Spare ones first, then the oldest, as long as no block is idle for as long.
+        """
+        if self._spare:
+            group, block_id = next(iter(self._spare))
+        else:
+            key, since = next(iter(self._kept.items()), (None, 0))
+            if key is None or (self._idle and self._idle_since[self.oldest] <= since):
+                return False
+            group, block_id = key
+        self._drop_idle_window(group, block_id)
+        self.num_window_changes += 1
+        self.note_windows(self.cached[block_id])
+        return True
+
+    def is_kept(self, group: int, block_id: int) -> bool:
+        """Whether a block has idle pages in a window group that are not spare."""
+        return (group, block_id) in self._kept
+
+    def _add_window(self, group: int, block_id: int) -> None:
+        self.windows[group][block_id] = self._take_pages(self._sizes.windows[group].pages_per_block)
+        if block_id in self.cached:
+            self.note_windows(self.cached[block_id])
+
+    def _rest(self, key: _WindowBlock, *, is_spare: bool) -> None:
+        if is_spare:
+            self._spare[key] = None
+        else:
+            self._kept[key] = self._moment
+        self._num_idle_pages += self._sizes.windows[key[0]].pages_per_block
+
+    def _wake(self, key: _WindowBlock) -> None:
+        if self._kept.pop(key, None) is None:
+            del self._spare[key]
+        self._num_idle_pages -= self._sizes.windows[key[0]].pages_per_block
+
+    def _drop_idle_windows(self, block_id: int) -> None:
+        for group, (of_blocks, refs) in enumerate(zip(self.windows, self.window_refs, strict=True)):
+            if block_id in of_blocks and block_id not in refs:
+                self._drop_idle_window(group, block_id)
+
+    def _drop_idle_window(self, group: int, block_id: int) -> None:
+        self._wake((group, block_id))
+        self._unused_pages += self.windows[group].pop(block_id)[::-1]
 
     def _take_pages(self, count: int) -> tuple[int, ...]:
         if count > len(self._unused_pages):
@@ -131,103 +223,22 @@ class PagedPool(BlockPool):
         for block_id, count in enumerate(self.ref_counts):
             if count > 0 or block_id in self.cached:
                 pages += self._full[block_id]
-        for group, of_blocks, refs in zip(self._sizes.windows, self.windows, self.window_refs, strict=True):
-            if of_blocks.keys() != refs.keys() or not all(refs.values()):
-                raise InvariantError(f"KV group {group.index}: pages without a holder, or holders without pages")
-            if any(not self.ref_counts[block_id] for block_id in of_blocks):
-                raise InvariantError(f"KV group {group.index}: an unused block has pages")
+        idle = set[_WindowBlock]()
+        for number, group in enumerate(self._sizes.windows):
+            of_blocks, refs = self.windows[number], self.window_refs[number]
+            if not refs.keys() <= of_blocks.keys() or not all(refs.values()):
+                raise InvariantError(f"KV group {group.index}: holders without pages, or no holders")
+            if any(not self.ref_counts[block_id] for block_id in refs):
+                raise InvariantError(f"KV group {group.index}: an unused block is held")
+            if any(len(each) != group.pages_per_block for each in of_blocks.values()):
+                raise InvariantError(f"KV group {group.index}: a block lacks pages")
+            idle |= {(number, block_id) for block_id in of_blocks.keys() - refs.keys()}
             pages += chain.from_iterable(of_blocks.values())
+        if idle != self._spare.keys() | self._kept.keys() or len(idle) != len(self._spare) + len(self._kept):
+            raise InvariantError("pages of windows are idle and held, or neither")
+        if any(block_id not in self.cached for _, block_id in idle):
+            raise InvariantError("a block that is not cached has idle pages of a window")
+        if self._num_idle_pages != sum(self._sizes.windows[number].pages_per_block for number, _ in idle):
+            raise InvariantError("the idle pages of windows are miscounted")
         if sorted(pages) != list(range(self._num_pages)):
             raise InvariantError("a page has no role, or several")
-
-
-class PagedTiers(BlockTiers):
-    """`BlockTiers` over paged pools: what is moved of a block are the pages that it has on both sides."""
-
-    device: PagedPool
-    host: PagedPool
-
-    def __init__(self, device: PagedPool, host: PagedPool, block_size: int, rates: MeasuredRates | None) -> None:
-        super().__init__(device, host, block_size, rates)
-        self._sources: dict[int, BlockPages] = {}
-        """By device block that this plan copies or swaps to: the pages that its content comes from."""
-        self._swapped: dict[int, BlockPages] = {}
-        """By host block that this plan swaps out to: the pages that its content comes from."""
-        self._kept: list[tuple[PagedPool, int, int]] = []
-        """Windows of blocks that this plan reads from, held until it is complete: pool, group, block."""
-
-    def copy(self, source: int, destination: int) -> None:
-        moves = self.moves
-        if source in moves.copies or source in moves.swap_ins:
-            self._sources[destination] = self._sources[source]
-        else:
-            self._sources[destination] = self.device.pages_of(source)
-            self._keep(self.device, source)
-        super().copy(source, destination)
-
-    def swap_out(self, block_id: int, host_block_id: int) -> None:
-        is_copy = block_id in self.moves.copies
-        self._swapped[host_block_id] = self._sources[block_id] if is_copy else self.device.pages_of(block_id)
-        super().swap_out(block_id, host_block_id)
-
-    def swap_in(self, host_block_id: int, block_id: int) -> None:
-        self._sources[block_id] = self.host.pages_of(host_block_id)
-        self._keep(self.host, host_block_id)
-        super().swap_in(host_block_id, block_id)
-
-    def swap_out_all(self, host_of: dict[int, int]) -> None:
-        for block_id, host_block_id in host_of.items():
-            self.swap_out(block_id, host_block_id)
-
-    def swap_in_all(self, device_of: dict[int, int]) -> None:
-        for host_block_id, block_id in device_of.items():
-            self.swap_in(host_block_id, block_id)
-
-    def take_moves(self) -> Moves:
-        pending, device, host = self.moves, self.device, self.host
-        if pending.is_empty:
-            return NO_MOVES
-        pages = Moves(
-            _page_moves((self._swapped[to], host.pages_of(to)) for to in pending.swap_outs),
-            _page_moves((self._sources[to], device.pages_of(to)) for to in pending.copies),
-            _page_moves((self._sources[to], device.pages_of(to)) for to in pending.swap_ins),
-        )
-        for pool, group, block_id in self._kept:
-            pool.leave_window(group, block_id)
-        self._sources, self._swapped, self._kept = {}, {}, []
-        moves = super().take_moves()
-        return Moves(moves.swapped_out, moves.copied, moves.swapped_in, pages)
-
-    def _keep(self, pool: PagedPool, block_id: int) -> None:
-        for group, of_blocks in enumerate(pool.windows):
-            if block_id in of_blocks:
-                pool.hold_window(group, block_id)
-                self._kept.append((pool, group, block_id))
-
-    @property
-    def kept(self) -> list[tuple[PagedPool, int, int]]:
-        """What the plan being made holds in windows: pool, group, block."""
-        return self._kept
-
-
-def _page_moves(pairs: Iterable[tuple[BlockPages, BlockPages]]) -> BlockMoves:
-    """The moves of pages: of groups in which both blocks have some."""
-    sources: list[int] = []
-    destinations: list[int] = []
-    for from_pages, to_pages in pairs:
-        for from_group, to_group in zip(from_pages, to_pages, strict=True):
-            if from_group and to_group:
-                sources += from_group
-                destinations += to_group
-    return BlockMoves(sources, destinations)
-
-
-def make_tiers(
-    num_pages: int, num_host_pages: int, block_size: int, rates: MeasuredRates | None, sizes: GroupSizes, num_ids: int
-) -> PagedTiers:
-    """Pools of so many pages; num_ids: the most blocks held at once in a pool where blocks may have no pages."""
-    device, host = (
-        PagedPool(count, count // sizes.full_pages if sizes.full_pages else num_ids, sizes)
-        for count in (num_pages, num_host_pages)
-    )
-    return PagedTiers(device, host, block_size, rates)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler_svc.core.errors import InvariantError
 
@@ -25,6 +26,16 @@ Key = tuple[Parent, bytes]
 """Of a node: what it follows, and the tokens of its block, as `pack_blocks` returns them."""
 Change = tuple[int, Key | None, int | None]
 """(node, its key if it is new, its place; None: it was removed)"""
+
+
+class WindowsChange(NamedTuple):
+    """A node's block has pages in these window groups."""
+
+    node: int
+    groups: int
+    """One bit for each group, the first one lowest."""
+
+
 _MAX_CHANGES = 16_384
 """Maximum number of remembered changes; beyond it the older half is dropped."""
 
@@ -54,6 +65,8 @@ class CachedPrefix:
     """Number of its device blocks without holders: using them takes them from the free blocks."""
     num_host: int = 0
     """Number of its host blocks: each needs a device block and a swap-in."""
+    num_matched: int = 0
+    """Number of blocks whose tokens are cached, with those behind it at which no window is whole."""
 
     @property
     def num_blocks(self) -> int:
@@ -95,8 +108,10 @@ class PrefixCache:
         self._changed: list[int] = []
         """The nodes removed or moved last, the latest at the end."""
         self._num_dropped_changes = 0
-        self._noted: list[Change] | None = None
+        self._noted: list[Change | WindowsChange] | None = None
         """Changes since the last `take_noted`, additions too; None: nobody watches."""
+        self.windows_at: Callable[[int], int] | None = None
+        """The window groups in which the block at a place has pages, as in `WindowsChange`; None: there are none."""
         self._num_taken = 0
 
     def __len__(self) -> int:
@@ -158,6 +173,7 @@ class PrefixCache:
         self._places[node] = place
         if self._noted is not None:
             self._noted.append((node, key, place))
+            self.note_windows(node)
         return node
 
     def place(self, node: int) -> int:
@@ -177,6 +193,7 @@ class PrefixCache:
         self._note_change(node)
         if self._noted is not None:
             self._noted.append((node, None, place))
+            self.note_windows(node)
 
     def parent_node(self, node: int) -> int | None:
         """The node's parent, which may itself be removed; None for a first node or a removed one."""
@@ -201,12 +218,19 @@ class PrefixCache:
         """Number of changes noted so far, for `take_noted`."""
         return self._num_taken + (len(self._noted) if self._noted is not None else 0)
 
-    def watch(self, first_uncertain: int) -> list[Change]:
+    def note_windows(self, node: int) -> None:
+        """Note in which window groups the block of a node has pages now, if changes are noted."""
+        if self._noted is not None and self.windows_at is not None:
+            self._noted.append(WindowsChange(node, self.windows_at(self._places[node])))
+
+    def watch(self, first_uncertain: int) -> list[Change | WindowsChange]:
         """Note all changes from now on; returns the present nodes before this one as additions, parents first.
 
         Later nodes count as added now.
         """
-        present = [(node, key, self._places[node]) for node, key in self._keys.items()]
+        present: list[Change | WindowsChange] = [(node, key, self._places[node]) for node, key in self._keys.items()]
+        if self.windows_at is not None:
+            present += [WindowsChange(node, self.windows_at(place)) for node, place in self._places.items()]
         self._noted = [change for change in present if change[0] >= first_uncertain]
         return [change for change in present if change[0] < first_uncertain]
 
@@ -214,7 +238,7 @@ class PrefixCache:
         """Stop noting changes."""
         self._num_taken, self._noted = self.num_noted, None
 
-    def take_noted(self, num_certain: int) -> list[Change]:
+    def take_noted(self, num_certain: int) -> list[Change | WindowsChange]:
         """The changes that were noted and not taken yet, up to the first `num_certain` of all that ever were noted."""
         if self._noted is None:
             return []

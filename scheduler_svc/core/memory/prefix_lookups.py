@@ -13,6 +13,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from scheduler_svc.core.memory.block_tiers import BlockTiers
+from scheduler_svc.core.memory.hit_rule import HitRule
 from scheduler_svc.core.memory.prefix_cache import CachedPrefix, Key, Parent, host_place, pack_blocks
 from scheduler_svc.core.sequences.sequence import Sequence
 
@@ -26,7 +27,16 @@ _PIECE_GROWTH = 8
 class _Lookup:
     """The longest cached prefix of one sequence."""
 
-    __slots__ = ("found", "has_host_blocks", "nodes", "num_changes", "num_idle_changes", "places")
+    __slots__ = (
+        "found",
+        "has_host_blocks",
+        "nodes",
+        "num_changes",
+        "num_ended",
+        "num_idle_changes",
+        "num_rule_changes",
+        "places",
+    )
 
     def __init__(self, num_changes: int) -> None:
         self.nodes: list[int] = []
@@ -39,13 +49,19 @@ class _Lookup:
         """The last result, if no node has changed since, and no place is a host block."""
         self.num_idle_changes = 0
         """The changes of the device pool's idle blocks that `found` takes into account."""
+        self.num_ended: int | None = None
+        """With windows, the number of blocks behind which a sequence can go on; None: to be counted."""
+        self.num_rule_changes = 0
+        """The changes of the hit rule that it takes into account."""
 
 
 class PrefixLookups:
     """Finds the longest cached prefixes of sequences, and remembers those of the sequences looked up last."""
 
-    def __init__(self, tiers: BlockTiers, block_size: int) -> None:
+    def __init__(self, tiers: BlockTiers, block_size: int, rule: HitRule | None = None) -> None:
+        """rule: where hits may end; None: at every block."""
         self._tiers = tiers
+        self._rule = rule
         self._block_size = block_size
         self._lookups: dict[int, _Lookup] = {}
         """By sequence id, the least recently used first."""
@@ -54,10 +70,12 @@ class PrefixLookups:
     def find(self, sequence: Sequence) -> CachedPrefix:
         """The longest cached prefix that is worth using, as BlockManager.find_cached_prefix states."""
         lookup, num_queried = self._refresh(sequence), sequence.num_tokens
+        if self._rule is not None:
+            self._num_usable(lookup)
         found, num_idle_changes = lookup.found, self._tiers.device.num_idle_changes
         if found is not None:
             if lookup.num_idle_changes != num_idle_changes:
-                found = replace(found, num_idle=self._num_idle(lookup.places))
+                found = replace(found, num_idle=self._num_idle(lookup.places[: found.num_blocks]))
             if found.num_queried != num_queried:
                 found = replace(found, num_queried=num_queried)
             lookup.found, lookup.num_idle_changes = found, num_idle_changes
@@ -71,6 +89,7 @@ class PrefixLookups:
             num_queried=num_queried,
             num_idle=self._num_idle(on_device),
             num_host=num_used - len(on_device),
+            num_matched=len(lookup.nodes) if self._rule is not None else 0,
         )
         if not lookup.has_host_blocks:
             lookup.found, lookup.num_idle_changes = found, num_idle_changes
@@ -108,6 +127,20 @@ class PrefixLookups:
 
     def _num_usable(self, lookup: _Lookup) -> int:
         """Number of leading blocks that are worth using, and that the plan being made can use."""
+        rule = self._rule
+        if rule is None and not lookup.has_host_blocks:
+            return len(lookup.places)
+        num_usable = self._num_of_use(lookup)
+        if rule is None:
+            return num_usable
+        if lookup.has_host_blocks:
+            return rule.last_end(lookup.places, num_usable)
+        if lookup.num_ended is None or lookup.num_rule_changes != rule.num_changes:
+            lookup.num_ended, lookup.num_rule_changes = rule.last_end(lookup.places, num_usable), rule.num_changes
+            lookup.found = None
+        return lookup.num_ended
+
+    def _num_of_use(self, lookup: _Lookup) -> int:
         if not lookup.has_host_blocks:
             return len(lookup.places)
         places, swap_outs = lookup.places, self._tiers.moves.swap_outs
@@ -192,12 +225,12 @@ class PrefixLookups:
             more_places = cache.places(nodes[num_before:])
             lookup.places += more_places
             lookup.has_host_blocks = lookup.has_host_blocks or min(more_places) < 0
-            lookup.found = None
+            lookup.found = lookup.num_ended = None
 
     def _set_places(self, lookup: _Lookup, places: list[int]) -> None:
         lookup.places = places
         lookup.has_host_blocks = min(places, default=0) < 0
-        lookup.found = None
+        lookup.found = lookup.num_ended = None
 
 
 def _is_replaced(sequence: Sequence) -> bool:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Ids
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.kv_groups import GroupSizes, KVGroup
-from scheduler_svc.core.memory.paged_pool import PagedPool, PagedTiers
+from scheduler_svc.core.memory.paged_pool import PagedPool
+from scheduler_svc.core.memory.paged_tiers import PagedTiers
+from scheduler_svc.core.memory.prefix_cache import host_place
 from scheduler_svc.core.sequences.sequence import Sequence
 
 
@@ -24,6 +27,7 @@ class WindowTables:
         self._tiers = tiers
         self._sizes = sizes
         self.num_groups = len(sizes.windows)
+        self._interval = sizes.interval
 
     def _groups(self) -> Iterator[tuple[int, int, KVGroup]]:
         """Number among the window groups, window, and the group."""
@@ -39,15 +43,66 @@ class WindowTables:
             self._hold(self._tiers.device, number, sequence.block_ids[first:end])
         sequence.windows = windows
 
+    def claim(self, places: Ids[int]) -> list[tuple[PagedPool, int, int]]:
+        """Hold what the row after these cached blocks reads, so that nothing of it is evicted; for `end_claim`."""
+        claimed = []
+        for number, window, _ in self._groups():
+            for place in places[max(0, len(places) - self._sizes.num_read(window)) :]:
+                pool, block_id = (self._tiers.device, place) if place >= 0 else (self._tiers.host, host_place(place))
+                pool.hold_window(number, block_id)
+                claimed.append((pool, number, block_id))
+        return claimed
+
+    def end_claim(self, claimed: list[tuple[PagedPool, int, int]]) -> None:
+        """Leave what was claimed: a sequence holds it now, or the plan being made."""
+        for pool, number, block_id in claimed:
+            pool.leave_window(number, block_id)
+
+    def open_found(self, sequence: Sequence, num_found: int, chunk: int) -> None:
+        """As `open`, behind the first blocks of its table, which are cached: it holds what its next row reads there."""
+        sequence.windows = []
+        for number, window, _ in self._groups():
+            held = self._sizes.opening(window, num_found, len(sequence.block_ids), chunk)
+            self._hold(self._tiers.device, number, sequence.block_ids[held.start : held.stop])
+            sequence.windows.append(held)
+
+    def num_to_open(self, places: Ids[int], num_blocks: int, chunk: int) -> int:
+        """Number of free pages that `open_found` takes for a table of so many blocks, the first of which are cached."""
+        num_pages, num_found = 0, len(places)
+        for number, window, group in self._groups():
+            held = self._sizes.opening(window, num_found, num_blocks, chunk)
+            num_held = sum(place in self._tiers.device.window_refs[number] for place in places[held.start :])
+            num_pages += group.pages_per_block * (len(held) - num_held)
+        return num_pages
+
     def give_back(self, sequence: Sequence) -> list[int]:
-        """Give back what lies before the window of its next row; returns the freed blocks by window group."""
+        """Give back what lies before the window of its next row; returns the freed blocks by window group.
+
+        Cached blocks keep their pages while there is room, and longer where a prefix has been seen to end.
+        """
         num_freed = []
         for number, window, _ in self._groups():
-            held = sequence.windows[number]
+            held, table = sequence.windows[number], sequence.block_ids
             first = min(max(held.start, self._sizes.first_block(window, sequence.num_computed_tokens)), held.stop)
-            num_freed.append(self._leave(self._tiers.device, number, sequence.block_ids[held.start : first]))
+            num_freed.append(
+                sum(
+                    self._tiers.device.leave_window(
+                        number, table[index], is_spare=not self._ends_behind(sequence, index, window)
+                    )
+                    for index in range(held.start, first)
+                )
+            )
             sequence.windows[number] = range(first, held.stop)
         return num_freed
+
+    def _ends_behind(self, sequence: Sequence, index: int, window: int) -> bool:
+        """Whether the window of a likely hit has this block: behind the prompt, where prefixes have ended, and after
+        every interval."""
+        num_read, interval = self._sizes.num_read(window), self._interval
+        if interval - 1 - index % interval < num_read:
+            return True
+        prompt_end = (sequence.num_prompt_tokens - 1) // self._sizes.block_size
+        return any(end - num_read <= index < end for end in (prompt_end, *sequence.prefix_ends))
 
     def cover(self, sequence: Sequence, num_tokens: int) -> int:
         """Give back, and take pages for its next tokens; returns for how many there are now, at most `num_tokens`."""
@@ -62,7 +117,7 @@ class WindowTables:
                 is_there = table[end] in device.windows[number]
                 if not is_there and device.num_free < group.pages_per_block:
                     break
-                device.hold_window(number, table[end])
+                self._tiers.hold_window(device, number, table[end])
                 end += 1
             sequence.windows[number] = range(held.start, end)
             reached = min(reached, end)
@@ -122,7 +177,7 @@ class WindowTables:
         device = self._tiers.device
         for number, held in enumerate(sequence.windows):
             if index in held:
-                device.hold_window(number, block_id)
+                self._tiers.hold_window(device, number, block_id)
                 device.leave_window(number, sequence.block_ids[index])
 
     def hold_all(self, sequence: Sequence, pool: PagedPool, block_ids: list[int]) -> None:
@@ -152,7 +207,7 @@ class WindowTables:
 
     def _hold(self, pool: PagedPool, number: int, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
-            pool.hold_window(number, block_id)
+            self._tiers.hold_window(pool, number, block_id)
 
     def _leave(self, pool: PagedPool, number: int, block_ids: Iterable[int]) -> int:
         return sum(pool.leave_window(number, block_id) for block_id in block_ids)

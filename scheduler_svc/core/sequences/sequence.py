@@ -42,6 +42,7 @@ class Sequence(SequenceTokens):
         "num_cached_blocks",
         "num_hit_tokens",
         "order_key",
+        "prefix_ends",
         "prompt_logprobs_end",
         "requested_prompt_logprobs",
         "sample_index",
@@ -84,6 +85,9 @@ class Sequence(SequenceTokens):
         """The first blocks of its table, on the device or the host, if other sequences of its group share them."""
         self.windows: list[range] = []
         """By KV group with a window: the indexes of the blocks that it holds there. See `memory.window_tables`."""
+        self.prefix_ends: tuple[int, ...] = ()
+        """Numbers of blocks: with windows, where the prefix that it found at its last admission ends, and where the KV
+        without windows ends that was there. Others may begin alike and end there too."""
         self.num_cached_blocks = 0
         """Number of leading blocks that are in the prefix cache, or were hits."""
         self.cache_node: int | None = None

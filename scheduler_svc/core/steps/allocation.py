@@ -41,14 +41,23 @@ def allocations_of(requests: RequestTable, lane: Lane, group: SequenceGroup, chu
     if not group.forked:
         return _prompt_allocations(requests, lane, group, chunk)
     allocations: list[Allocation] = []
-    sources = [sequence for sequence in group.running if sequence.block_ids]
+    sources: list[Sequence] = []
+    if lane.blocks.windows is None:
+        sources += [sequence for sequence in group.running if sequence.block_ids]
+    num_found = 0
     for sequence in group.waiting_sequences:
         if sequence.is_spare_beam:
             allocations.append(Allocation(sequence, 0))
-        else:
-            allocations.append(_allocation(requests, lane, sequence, sources, chunk))
-            if lane.blocks.windows is None or not sources:
-                sources.append(sequence)
+            continue
+        allocation = _allocation(requests, lane, sequence, sources, chunk)
+        if sources and allocation.num_shared < num_found:
+            break  # The first goes on behind what this one shares: with windows, it looks up the cache by itself.
+        allocations.append(allocation)
+        if lane.blocks.windows is None:
+            sources.append(sequence)
+        elif not sources:
+            # Running ones have given back what others would need.
+            sources, num_found = [sequence], allocation.found.num_blocks
     return allocations
 
 
@@ -125,17 +134,13 @@ def _allocation(
         if num_shared:
             return Allocation(sequence, num_blocks - num_shared, num_tokens, source=source, num_shared=num_shared)
         return Allocation(sequence, found.num_to_take(num_blocks), num_tokens, found)
-    if source is not None and num_shared and not _can_share(lane, source):
-        source, num_shared = None, 0
-    num_to_take = num_blocks - num_shared if num_shared else found.num_to_take(num_blocks)
-    num_pages = sizes.num_pages(num_to_take, chunk or sizes.max_chunk)
+    if sequence.is_beam and sequence.group.forked:
+        found = NO_PREFIX  # All beams come back at once, and some share with the first.
+    if num_shared:
+        num_pages = sizes.num_pages(num_blocks - num_shared, chunk or sizes.max_chunk)
+    else:
+        num_pages = lane.blocks.num_to_take(found, num_blocks, chunk)
     return Allocation(sequence, num_pages, num_tokens, found, source, num_shared, chunk=chunk)
-
-
-def _can_share(lane: Lane, source: Sequence) -> bool:
-    """Whether the first blocks of a sequence can be shared before their KV is there: with windows, only from its
-    beginning on, since it gives back what it has passed."""
-    return lane.blocks.windows is None or not source.block_ids
 
 
 def _best_source(sequence: Sequence, sources: list[Sequence], size: int) -> tuple[Sequence | None, int]:

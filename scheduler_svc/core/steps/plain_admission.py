@@ -78,9 +78,7 @@ def _take_blocks(requests: RequestTable, lane: Lane, budget: StepBudget, sequenc
     found = blocks.find_cached_prefix(sequence)
     num_new = num_prompt - found.num_tokens
     # A single token is scheduled as the next token of a decoding sequence is.
-    num_to_take = found.num_to_take(num_blocks)
-    if blocks.sizes is not None:
-        num_to_take = blocks.sizes.num_pages(num_to_take, blocks.sizes.max_chunk)
+    num_to_take = found.num_to_take(num_blocks) if blocks.sizes is None else blocks.num_to_take(found, num_blocks)
     if num_new == 1 or not blocks.can_take(num_to_take, alone=alone):
         return False
     if not budget.take_whole(num_new, num_prompt + num_blocks + sequence.group.spec.sampling.num_values):

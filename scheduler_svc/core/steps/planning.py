@@ -59,7 +59,7 @@ def _fill(requests: RequestTable, lane: Lane, step: PlannedStep, *, is_trial: bo
     # Only now: their blocks belong to this step, and are free, or can be shared, from the next one on.
     if lane.blocks.caching:
         for chunk in step.chunks:
-            lane.blocks.cache_full_blocks(chunk.sequence)
+            lane.blocks.cache_full_blocks(chunk.sequence, computed_again=True)
     for sequence in fully_planned:
         lane.retire(sequence)
     moves = plan.swap_out or plan.copies or plan.swap_in
@@ -181,7 +181,7 @@ def _make_room(lane: Lane, step: PlannedStep, num_drafts: int) -> None:
             chunked = {chunk.sequence for chunk in step.chunks}
             for sequence in sequences:
                 if sequence not in chunked:
-                    lane.blocks.windows.give_back(sequence)
+                    lane.blocks.give_back(sequence)
         if not sequences or not lane.blocks.can_take(len(sequences) * lane.blocks.block_pages, alone=False):
             return
         if lane.blocks.sizes is not None:

@@ -107,7 +107,7 @@ def _give_back(lane: Lane) -> int:
     if windows is None:
         return 0
     for sequence in (*lane.decode_batch.needing_blocks, *_due_beams(lane)):
-        windows.give_back(sequence)
+        lane.blocks.give_back(sequence)
     first = next((sequence for sequence in lane.prefilling if sequence.may_compute), None)
     return 0 if first is None else windows.num_lacking(first)
 
@@ -213,8 +213,7 @@ def _append_pages(lane: Lane, step: PlannedStep, beams: list[Sequence], needing_
 def append_missing(lane: Lane, step: PlannedStep, sequence: Sequence) -> bool:
     """Append the blocks that a sequence outside the decode batch lacks for its tokens; False if too few are free."""
     num_missing = lane.blocks.num_missing(sequence)
-    if lane.blocks.windows is not None:
-        lane.blocks.windows.give_back(sequence)
+    lane.blocks.give_back(sequence)
     if num_missing * lane.blocks.block_pages > lane.blocks.num_free:
         return False
     if lane.blocks.sizes is not None:

@@ -8,48 +8,12 @@ from itertools import chain, islice
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.memory import prefix_cache
-from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, first_block, next_block
 from scheduler_svc.engine.kv_events.events import Change, parents_first
+from scheduler_svc.engine.kv_events.lane_view import LaneView, WindowedView
 
 _SLICE = 256
 """Nodes that are looked at before the event loop runs other callbacks."""
-
-
-class _LaneView:
-    """The nodes of one prefix cache that a lookup can reach, as blocks.
-
-    A node whose parent leaves is never reached again: another parent of the same tokens has an id and children of its
-    own.
-    """
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self.cache = cache
-        self.blocks: dict[int, Block] = {}
-        self.tiers: dict[int, Tier] = {}
-        self._children: dict[bytes, set[int]] = {}
-        """Nodes by the hash of the block before them."""
-
-    def add(self, node: int, block: Block, tier: Tier) -> None:
-        """A new node, whose parent is here or which begins a text."""
-        self.blocks[node] = block
-        self.tiers[node] = tier
-        if block.parent is not None:
-            self._children.setdefault(block.parent.digest, set()).add(node)
-
-    def cut(self, node: int) -> Iterator[tuple[Block, Tier]]:
-        """Take away a node and all that follow it, one at a time; nothing if it was taken away with an earlier one."""
-        leaving = [node] if node in self.blocks else []
-        if leaving and (parent := self.blocks[node].parent) is not None:
-            siblings = self._children[parent.digest]
-            siblings.discard(node)
-            if not siblings:
-                del self._children[parent.digest]
-        while leaving:
-            node = leaving.pop()
-            block = self.blocks.pop(node)
-            leaving += self._children.pop(block.digest, ())
-            yield block, self.tiers.pop(node)
 
 
 class CacheView:
@@ -59,7 +23,7 @@ class CacheView:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[int, _LaneView] = {}
+        self._lanes: dict[int, LaneView] = {}
         self._blocks: dict[bytes, Block] = {}
         self._counts: Counter[tuple[bytes, Tier]] = Counter()
         """By hash and tier."""
@@ -82,7 +46,7 @@ class CacheView:
         for lane_id, lane in list(lanes.items()):
             view, cache = self._lanes.get(lane_id), lane.blocks.tiers.cache
             if view is None:
-                view = self._lanes[lane_id] = _LaneView(cache)
+                view = self._lanes[lane_id] = _view_of(lane)
                 first_uncertain = lane.inflight[0].first_node if lane.inflight else cache.next_node
                 noted = cache.watch(first_uncertain)
             else:
@@ -100,27 +64,37 @@ class CacheView:
         view.cache.end_watch()
         return _in_slices(chain.from_iterable(self._remove(view, node) for node in list(view.blocks)[::-1]))
 
-    def _apply(self, view: _LaneView, noted: Iterable[prefix_cache.Change]) -> Iterator[list[Change]]:
+    def _apply(
+        self, view: LaneView, noted: Iterable[prefix_cache.Change | prefix_cache.WindowsChange]
+    ) -> Iterator[list[Change]]:
         """What the noted changes come to, in parts that take about equal time."""
-        for node, key, place in noted:
+        for change in noted:
             yield []
+            if isinstance(change, prefix_cache.WindowsChange):
+                yield self._take(view.set_windows(change.node, change.groups))
+                continue
+            node, key, place = change
             if place is None:
                 yield from self._remove(view, node)
                 continue
             tier = Tier.DEVICE if place >= 0 else Tier.HOST
-            if key is not None:
-                block = _block_of(key, view.blocks)
-                if block is not None:
-                    block = self._blocks.setdefault(block.digest, block)
-                    view.add(node, block, tier)
-                    yield self._count(block, tier)
-            elif node in view.blocks and tier is not view.tiers[node]:
-                block, before = view.blocks[node], view.tiers[node]
-                view.tiers[node] = tier
-                yield self._count(block, tier) + self._uncount(block, before)
+            if key is None:
+                yield self._take(view.move(node, tier))
+                continue
+            block = _block_of(key, view.blocks)
+            if block is not None:
+                block = self._blocks.get(block.digest, block)
+                yield self._take(view.add(node, block, tier, key[0] if isinstance(key[0], int) else None))
 
-    def _remove(self, view: _LaneView, node: int) -> Iterator[list[Change]]:
-        return (self._uncount(block, tier) for block, tier in view.cut(node))
+    def _remove(self, view: LaneView, node: int) -> Iterator[list[Change]]:
+        return (self._take([change]) for change in view.cut(node))
+
+    def _take(self, changes: list[Change]) -> list[Change]:
+        """What the changes of one lane's blocks come to for all lanes."""
+        found = list[Change]()
+        for block, tier, is_stored in changes:
+            found += self._count(block, tier) if is_stored else self._uncount(block, tier)
+        return found
 
     def _count(self, block: Block, tier: Tier) -> list[Change]:
         self._counts[block.digest, tier] += 1
@@ -136,6 +110,13 @@ class CacheView:
         if not any((block.digest, each) in self._counts for each in Tier):
             del self._blocks[block.digest]
         return [(block, tier, False)]
+
+
+def _view_of(lane: Lane) -> LaneView:
+    cache, sizes = lane.blocks.tiers.cache, lane.blocks.sizes
+    if sizes is None or not sizes.windows:
+        return LaneView(cache)
+    return WindowedView(cache, [sizes.num_read(group.window or 0) for group in sizes.windows])
 
 
 def _in_slices(changes: Iterator[list[Change]]) -> Iterator[list[Change]]:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.errors import StartError
 from executor_svc.models.folder import LoaderError
+from executor_svc.plan.limits import GroupShape
 from executor_svc.simulated.build import build_simulated
 from executor_svc.simulated.clock import sharpen_sleep, sleep_until
 from executor_svc.simulated.costs import CostsError, StepCosts, StepWork, read_costs
+from executor_svc.simulated.group_options import most_pages, read_groups
 from executor_svc.simulated.model import simulated_model
 
 
@@ -134,3 +137,20 @@ def test_sleep_is_not_too_short_and_burns_nothing() -> None:
     assert time.monotonic_ns() >= began + 50_000_000
     assert time.thread_time_ns() - burnt < 10_000_000
     sleep_until(began)
+
+
+def test_groups_are_read_and_counted_in_pages() -> None:
+    groups = read_groups("full:1, 1024:5")
+    assert groups == (GroupShape(0, 1), GroupShape(1024, 5))
+    assert most_pages(groups, 2048, 16, 2048) == 2048 + 5 * (192 + 2)
+    assert most_pages(groups, 8, 16, 2048) == 8 * 6
+    _, description = build_simulated(config(simulate_kv_groups="64:2", max_model_len=64, max_num_seqs=2))
+    assert (description.limits.kv_groups, description.limits.num_device_blocks) == ((GroupShape(64, 2),), 16)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1024", "full:0", "full:33", "0:1", "full:1,full:1", "8:1,full:1", "1:1,,2:1", "99999999:1"]
+)
+def test_wrong_groups_are_named(text: str) -> None:
+    with pytest.raises(StartError, match="--simulate-kv-groups"):
+        read_groups(text)

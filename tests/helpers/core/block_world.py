@@ -1,106 +1,40 @@
 """The block manager in a small world, beside a model that knows what every block holds.
 
 The model keeps the KV of both pools: for each position of each block, all tokens up to there of who wrote it, with
-tenant, salt and adapter's content. It carries out the moves of each plan in the executor's order. Whatever is requested
-in whatever order, each table must read its own sequence's tokens.
+tenant, salt and adapter's content, in each KV group. It carries out the moves of each plan in the executor's order, and
+leaves garbage in pages that nobody has. Whatever is requested in whatever order, each table must read its own
+sequence's tokens, in a window those of the window.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import cycle
 
 from cadenza_common.plan.sampling import SequenceSampling
-from scheduler_svc.core.memory.block_manager import BlockManager
+from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.core.memory.prefix_cache import NO_PREFIX
-from scheduler_svc.core.memory.rates import MeasuredRates
-from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.types import RequestSpec
+from tests.helpers.core.block_books import MAX_CHUNK, BlockBooks, Group, Row
 
-STOP = 9
 # The ids x and x + 2**31 differ in one bit: half of these prompts look like the other half.
 ALIKE = 2**31
 PROMPTS = [[1] * 9, [1, 1, 1] + [1 + ALIKE] * 6, [1 + ALIKE] * 9]
 TOKENS = [1, 1, 1 + ALIKE]
+FULL, SMALL, LARGE = KVGroup(0), KVGroup(1, 2), KVGroup(1, 5, 3)
+GROUPS = [
+    (),
+    (FULL, SMALL),
+    (FULL, LARGE),
+    (replace(FULL, pages_per_block=2), LARGE, replace(SMALL, index=2)),
+    (replace(FULL, pages_per_block=3),),
+    (KVGroup(0, 4, 2),),
+]
+"""The KV groups of executors; none: a block is a page."""
 
 
-@dataclass(frozen=True)
-class Group:
-    spec: RequestSpec
-    adapter_hash: bytes = b""
-
-
-@dataclass(eq=False)
-class Row:
-    """A sequence as the block manager sees one, and what is true of it: tokens not confirmed yet, KV that is there."""
-
-    sequence_id: int
-    group: Group
-    token_ids: list[int]
-    known: list[int] = field(default_factory=list)
-    num_written: int = 0
-    num_computed_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    host_block_ids: list[int] = field(default_factory=list)
-    num_cached_blocks: int = 0
-    cache_node: int | None = None
-    needs_prompt_logprobs: bool = False
-    is_beam: bool = False
-    sample_index: int = 0
-    shared_blocks: SharedBlocks | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.group.spec.prompt_token_ids)
-
-    def tokens(self, start: int, stop: int) -> list[int]:
-        return self.token_ids[start:stop]
-
-    def kv(self, position: int) -> tuple[str, bytes, bytes, tuple[int, ...]]:
-        spec = self.group.spec
-        return spec.tenant, spec.cache_salt, self.group.adapter_hash, tuple(self.known[: position + 1])
-
-    @property
-    def stopped(self) -> bool:
-        return self.known[-1] == STOP
-
-
-def make_rates(token_ns: int, block_ns: int) -> MeasuredRates:
-    rates = MeasuredRates()
-    rates.observe(100, 100, 100 * token_ns, 100 * block_ns)
-    return rates
-
-
-class World:
-    """The block manager, the model, and whoever holds blocks."""
-
-    def __init__(
-        self, block_size: int, num_blocks: int, num_host_blocks: int, caching: bool, rates: tuple[int, int] | None
-    ) -> None:
-        self.blocks = BlockManager(
-            num_blocks,
-            block_size,
-            0.0,
-            num_host_blocks=num_host_blocks,
-            caching=caching,
-            rates=make_rates(*rates) if rates else None,
-        )
-        self.size, self.caching = block_size, caching
-        self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
-        self.device = [[None] * block_size for _ in range(num_blocks)]
-        self.host = [[None] * block_size for _ in range(num_host_blocks)]
-        self.waiting: list[Row] = []
-        self.running: list[Row] = []
-        self.swapped: list[Row] = []
-        self.ended: list[Row] = []
-        self.just_out: set[Row] = set()
-        self.just_in = False
-        self.num_made = self.num_queries = self.num_hits = 0
+class World(BlockBooks):
+    """What may happen, in whatever order."""
 
     # ------------------------------------------------------------- arrivals
 
@@ -131,7 +65,8 @@ class World:
         row = self._make_row(Group(spec, adapter_hash), token_ids)
         self.waiting = [*self.waiting[-3:], row]
         # As in a scheduler, running sequences are preempted: most of the time the pool is full.
-        while makes_way and self.running and self.blocks.num_free < self.blocks.num_blocks_for(len(token_ids)):
+        num_blocks = self.blocks.num_blocks_for(len(token_ids))
+        while makes_way and self.running and self.blocks.num_free < self.blocks.num_pages_for(num_blocks):
             if makes_way != "swap out" or not self._swap_out(len(self.running) - 1, 1):
                 self._leave(len(self.running) - 1, makes_way)
         self._admit(row, num_reserved)
@@ -139,7 +74,9 @@ class World:
     def _make_row(self, group: Group, token_ids: list[int]) -> Row:
         self.num_made += 1
         lacks = group.spec.sampling.num_prompt_logprobs is not None and len(token_ids) > 1
-        return Row(self.num_made, group, token_ids, list(token_ids), needs_prompt_logprobs=lacks)
+        row = Row(self.num_made, group, token_ids, list(token_ids), needs_prompt_logprobs=lacks)
+        group.sequences.append(row)
+        return row
 
     def _admit(self, row: Row, num_reserved: int) -> None:
         found = self.blocks.find_cached_prefix(row)
@@ -147,8 +84,8 @@ class World:
         if not self.caching or not spec.uses_prefix_cache or row.needs_prompt_logprobs:
             assert found is NO_PREFIX
         assert found.num_tokens == found.num_blocks * self.size <= len(row.token_ids) - 1
-        num_tokens = len(row.token_ids) + num_reserved
-        num_to_take = found.num_to_take(self.blocks.num_blocks_for(num_tokens))
+        num_tokens = len(row.token_ids) + (0 if self.blocks.windows is not None else num_reserved)
+        num_to_take = self.blocks.num_to_take(found, self.blocks.num_blocks_for(num_tokens))
         if not self.blocks.can_take(num_to_take, alone=True):
             return
         num_free = self.blocks.num_free
@@ -189,6 +126,8 @@ class World:
         source = sources[pick % len(sources)]
         num_shared = max(1, min(source.num_written, len(source.token_ids)) - pick % 3)
         child = self._make_row(source.group, [*source.token_ids[:num_shared], token_id])
+        if not self._covers(source, num_shared):
+            return
         num_free = self.blocks.num_free
         self.blocks.share_blocks(source, child, num_shared)
         assert self.blocks.num_free == num_free
@@ -201,20 +140,33 @@ class World:
     def _write(self, pick: int) -> None:
         """Copy-on-write early in a plan: what was copied may be shared again, swapped or freed in the same plan."""
         sharing = [row for row in self.running if self.blocks.writes_shared(row)]
-        if sharing and self.blocks.num_free:
+        if sharing and self.blocks.num_free >= self.blocks.block_pages:
             self.blocks.make_writable(sharing[pick % len(sharing)])
 
     def _admit_beside(self, pick: int, token_id: int) -> None:
         """As a fork, but of whole blocks, and with room for its own tokens."""
         sources = [row for row in self.running if min(row.num_written, len(row.token_ids)) >= self.size]
-        if not sources or not self.blocks.num_free:
+        if not sources or self.blocks.num_free < self.blocks.block_pages:
             return
         source = sources[pick % len(sources)]
         num_blocks = min(source.num_written, len(source.token_ids)) // self.size
+        if not self._covers(source, num_blocks * self.size):
+            return
         child = self._make_row(source.group, [*source.token_ids[: num_blocks * self.size], token_id])
         self.blocks.allocate(child, len(child.token_ids), source=source, num_shared=num_blocks)
         child.num_computed_tokens = child.num_written = num_blocks * self.size
+        if self.blocks.windows is not None:
+            self.blocks.windows.join(source, child)
         self.running.append(child)
+
+    def _covers(self, source: Row, num_tokens: int) -> bool:
+        """Whether a row holds all that one behind its first tokens reads in windows."""
+        windows = self.sizes.windows if self.sizes is not None else ()
+        return all(
+            held.start * self.size <= max(0, num_tokens - (group.window or 0) + 1)
+            and num_tokens <= held.stop * self.size
+            for held, group in zip(source.windows, windows, strict=True)
+        )
 
     # ------------------------------------------------------------- departures
 
@@ -239,11 +191,13 @@ class World:
         first = pick % len(self.running)
         rows = self.running[first : first + num_rows]
         tables = [list(row.block_ids) for row in rows]
-        num_distinct = len({block_id for table in tables for block_id in table})
-        assert self.blocks.num_to_swap(rows) == num_distinct
+        num_distinct = self._num_pages(rows)
+        held_by_others = any(row.windows for row in self.running if row not in rows)
+        assert self.blocks.num_to_swap(rows) >= num_distinct
+        assert held_by_others or self.blocks.num_to_swap(rows) == num_distinct
         num_free = self.blocks.host_pool.num_free
         if not self.blocks.swap_out(rows):
-            assert num_distinct > num_free or self.just_in
+            assert held_by_others or num_distinct > num_free or self.just_in
             assert tables == [row.block_ids for row in rows]
             return False
         assert [len(row.host_block_ids) for row in rows] == [len(table) for table in tables]
@@ -285,29 +239,35 @@ class World:
         for row in list(self.running):
             if next(confirms):
                 row.token_ids = list(row.known)
-                self.blocks.cache_full_blocks(row)
+                self.blocks.cache_full_blocks(row, computed_again=True)
                 if row.stopped or len(row.known) > 12:
                     self._leave(self.running.index(row), "end")
 
     def _make_room(self, row: Row, num_wanted: int) -> int:
-        num_tokens = min(num_wanted, len(row.known) - row.num_computed_tokens)
+        blocks = self.blocks
+        blocks.give_back(row)
+        num_tokens = min(num_wanted, len(row.known) - row.num_computed_tokens, MAX_CHUNK)
         if num_tokens <= 0:
             return 0
-        while self.blocks.num_blocks_for(row.num_computed_tokens + num_tokens) > len(row.block_ids):
-            if not self.blocks.num_free:
+        while blocks.num_blocks_for(row.num_computed_tokens + num_tokens) > len(row.block_ids):
+            if blocks.num_free < blocks.block_pages:
                 break
-            row.block_ids += self.blocks.take(1)
-        if self.blocks.writes_shared(row):
-            if not self.blocks.num_free:
+            blocks.extend(row, 1)
+        if blocks.windows is not None:
+            num_tokens = blocks.windows.cover(row, num_tokens)
+        if num_tokens and blocks.writes_shared(row):
+            if blocks.num_free < blocks.block_pages:
                 return 0
-            block_id = self.blocks.make_writable(row)
+            block_id = blocks.make_writable(row)
             assert block_id == row.block_ids[row.num_computed_tokens // self.size]
-            assert not self.blocks.writes_shared(row)
+            assert not blocks.writes_shared(row)
         return min(num_tokens, len(row.block_ids) * self.size - row.num_computed_tokens)
 
     def _move(self) -> None:
         """The moves of the plan as an executor carries them out, which allows none that depends on their order."""
         moves = self.blocks.take_moves()
+        if self.sizes is not None and moves.pages is not None:
+            moves = moves.pages
         for pairs in (moves.swapped_out, moves.copied, moves.swapped_in):
             destinations = [destination for _, destination in pairs]
             assert len(set(destinations)) == len(destinations)
@@ -329,54 +289,10 @@ class World:
             # The executor knows of a stop before the scheduler does, and computes no more.
             if row.stopped and position == len(row.known) - 1:
                 return
-            self.device[row.block_ids[position // self.size]][position % self.size] = row.kv(position)
+            for name, pages in self._pages(row, position // self.size, self.blocks.pool):
+                assert pages, "a row writes where it has no pages"
+                for strip, page in enumerate(pages):
+                    self.device[page][position % self.size] = (name, strip, row.kv(position))
             row.num_written += 1
         if num_tokens and row.num_computed_tokens == len(row.known):
             row.known.append(sampled)
-
-    # ------------------------------------------------------------- what always holds
-
-    def check(self) -> None:
-        self.blocks.check_integrity(self.running + self.swapped)
-        holders = Counter(block_id for row in self.running for block_id in row.block_ids)
-        assert len(holders) + self.blocks.num_free <= self.num_blocks
-        num_holders = self.blocks.pool.num_holders
-        assert all(num_holders[block_id] >= count for block_id, count in holders.items())
-        assert self.blocks.num_used_host == len({block_id for row in self.swapped for block_id in row.host_block_ids})
-        assert (self.blocks.prefix_counts.num_queried, self.blocks.prefix_counts.num_hits) == (
-            self.num_queries,
-            self.num_hits,
-        )
-        assert not (self.blocks.num_cached and not self.caching)
-        self._check_lookups()
-
-    def _check_lookups(self) -> None:
-        """What is remembered of a waiting sequence's lookup is what a first lookup finds."""
-        for row in self.waiting:
-            first = self.blocks.find_cached_prefix(replace(row, sequence_id=-1))
-            self.blocks._lookups.forget(replace(row, sequence_id=-1))
-            assert self.blocks.num_cached_tokens(row) == first.num_tokens
-            assert self.blocks.find_cached_prefix(row) == first
-
-    def _check_counts(self) -> None:
-        """Between plans nothing but tables holds blocks."""
-        holders = Counter(block_id for row in self.running for block_id in row.block_ids)
-        assert self.blocks.num_free == self.num_blocks - len(holders)
-        assert self.blocks.pool.num_holders == [holders[block_id] for block_id in range(self.num_blocks)]
-        assert self.blocks.num_shared_refs == holders.total() - len(holders)
-        assert self.blocks.host_pool.num_free == self.num_host_blocks - self.blocks.num_used_host
-
-    def _check_contents(self) -> None:
-        for rows, pool in ((self.running, self.device), (self.swapped, self.host)):
-            for row in rows:
-                table = row.block_ids or row.host_block_ids
-                read = [pool[table[position // self.size]][position % self.size] for position in range(row.num_written)]
-                assert read == [row.kv(position) for position in range(row.num_written)]
-
-    def close(self) -> None:
-        """Once all have gone, every block is free."""
-        for row in self.running + self.swapped:
-            self.blocks.free(row)
-        self.blocks.take_moves()
-        self.blocks.check_integrity([])
-        assert (self.blocks.num_free, self.blocks.num_used_host) == (self.num_blocks, 0)

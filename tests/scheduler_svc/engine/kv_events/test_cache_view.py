@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.kv_events.blocks import Block, Tier, block_hashes, first_block, next_block, token_ids_of
@@ -64,7 +66,32 @@ def reachable(cache: PrefixCache) -> set[tuple[bytes, Tier]]:
     return {(block.digest, Tier.DEVICE if cache.place(node) >= 0 else Tier.HOST) for node, block in found.items()}
 
 
-def bench_of(**changes: int | float) -> Bench:
+def announced(bench: Bench) -> set[tuple[bytes, Tier]]:
+    """What is before the deepest place in a window lane's cache where a hit may end, each counted by itself."""
+    cache, pools, sizes = bench.lane.blocks.tiers.cache, bench.lane.blocks.tiers, bench.lane.spec.group_sizes
+    assert sizes is not None
+    chains: dict[int, list[int]] = {}
+    for node, (parent, _) in cache._keys.items():
+        if isinstance(parent, tuple) or parent in chains:
+            chains[node] = [*(chains[parent] if isinstance(parent, int) else []), node]
+    found = set()
+    for chain in chains.values():
+        if all(
+            pools._windows_at(cache.place(node)) >> number & 1
+            for number, group in enumerate(sizes.windows)
+            for node in chain[max(0, len(chain) * sizes.block_size - (group.window or 0) + 1) // sizes.block_size :]
+        ):
+            found.update(chain)
+    blocks: dict[int, Block] = {}
+    for node, (parent, content) in cache._keys.items():
+        if node in chains:
+            blocks[node] = (
+                first_block(parent, content) if isinstance(parent, tuple) else next_block(blocks[parent], content)
+            )
+    return {(blocks[node].digest, Tier.DEVICE if cache.place(node) >= 0 else Tier.HOST) for node in found}
+
+
+def bench_of(**changes: Any) -> Bench:
     return Bench(Policies(prefix_caching=True), **{"max_num_batched_tokens": 16, **changes})
 
 
@@ -173,6 +200,49 @@ def test_two_caches_are_told_as_one_through_all_that_happens_to_each(seed: int) 
     follower.collect(*benches)
     follower.check()
     assert follower.blocks == set().union(*(reachable(bench.lane.blocks.tiers.cache) for bench in benches))
+
+
+GROUPS = [
+    (KVGroup(0), KVGroup(1, 6, 2)),
+    (KVGroup(0), KVGroup(1, 6), KVGroup(2, 14)),
+    (KVGroup(0, 1), KVGroup(1, 9)),
+    (KVGroup(0), KVGroup(1, 1)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_with_windows_routers_are_told_what_lies_before_the_end_of_a_hit(seed: int) -> None:
+    draw = random.Random(seed)
+    groups = GROUPS[seed % len(GROUPS)]
+    pages = sum(group.pages_per_block for group in groups)
+    host = draw.choice([0, 16 * pages])
+    bench = bench_of(num_blocks=16 * pages, num_host_blocks=host, max_num_batched_tokens=24, kv_groups=groups)
+    follower, texts = Follower(), [[draw.randrange(30) for _ in range(48)] for _ in range(2)]
+    if seed % 2:
+        follower.collect(bench)
+    for number in range(40):
+        ids = [*draw.choice(texts)[: draw.choice((4, 8, 20, 40, 48))], draw.randrange(30)]
+        bench.add(f"r{number}", ids, max_tokens=draw.randrange(1, 12))
+        for _ in range(draw.randrange(6)):
+            bench.plan() if len(bench.plans) < 2 and draw.random() < 0.6 else bench.step()
+            if draw.random() < 0.3:
+                follower.collect(bench)
+                follower.check()
+        if draw.random() < 0.1:
+            bench.cut_session()
+        if draw.random() < 0.2:
+            bench.run()
+            follower.collect(bench)
+            assert follower.blocks == announced(bench)
+    bench.run()
+    follower.collect(bench)
+    follower.check()
+    assert follower.blocks == announced(bench) <= reachable(bench.lane.blocks.tiers.cache)
+    bench.core.flush_prefix_caches(1000)
+    follower.collect(bench)
+    assert not follower.blocks
+    assert not follower.view._blocks
 
 
 def test_what_follows_a_block_that_has_left_is_removed_and_stored_again_once_it_is_reached() -> None:

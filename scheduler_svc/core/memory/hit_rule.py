@@ -1,0 +1,52 @@
+"""Where a cached prefix may end so that a sequence can go on behind it, beside the KV of layers without windows.
+
+It must have all that the next row reads: in each window group the pages of the last window's blocks, in the pool where
+its node has its block. What other layers need at one position alone, as a state, joins as one more condition on where
+a prefix ends (docs/decisions/0063).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+
+from scheduler_svc.core.kv_groups import GroupSizes
+from scheduler_svc.core.memory.paged_tiers import PagedTiers
+from scheduler_svc.core.memory.prefix_cache import host_place
+
+
+class HitRule:
+    """Says for chains of cached blocks where hits end."""
+
+    def __init__(self, tiers: PagedTiers, sizes: GroupSizes) -> None:
+        self._tiers = tiers
+        self._num_read = [sizes.num_read(group.window or 0) for group in sizes.windows]
+
+    @property
+    def num_changes(self) -> int:
+        """Grows whenever a hit may end earlier than before although no node has changed."""
+        return self._tiers.device.num_window_changes
+
+    def last_end(self, places: Ids[int], most: int) -> int:
+        """The greatest number of these blocks, at most `most`, behind which a sequence can go on."""
+        end, lowest = most, [most] * len(self._num_read)
+        # By group: from `lowest` to `end` all blocks have their pages.
+        number = 0
+        while end and number < len(lowest):
+            first = max(0, end - self._num_read[number])
+            missing = self._last_missing(number, places, first, min(lowest[number], end))
+            if missing is None:
+                lowest[number] = min(lowest[number], first)
+                number += 1
+            else:
+                end = lowest[number] = missing
+                number = 0
+        return end
+
+    def _last_missing(self, number: int, places: Ids[int], first: int, stop: int) -> int | None:
+        """The last block in this range that lacks pages of a window group."""
+        on_device, on_host = self._tiers.device.windows[number], self._tiers.host.windows[number]
+        for index in range(stop - 1, first - 1, -1):
+            place = places[index]
+            if place not in on_device if place >= 0 else host_place(place) not in on_host:
+                return index
+        return None

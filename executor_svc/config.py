@@ -157,6 +157,12 @@ class ExecutorConfig(ServiceSettings):
     num_cpu_blocks: int = Field(
         0, ge=0, description="KV blocks in host memory, for swapping.", json_schema_extra=about("Memory", "blocks")
     )
+    disable_hybrid_kv_cache_manager: bool = Field(
+        False,
+        description="Layers with a window keep the KV of all positions, in the same blocks as the others, and not in "
+        "a KV group of their own that keeps those of the window alone. Tokens are the same.",
+        json_schema_extra=about("Memory"),
+    )
     kv_cache_dtype: Literal["auto", "model", "fp8"] = Field(
         "auto",
         description="Data type of KV blocks; model: the model's data type; fp8: e4m3, on a GPU of compute capability "

@@ -29,6 +29,8 @@ from executor_svc.startup.speculation import Draft, make_draft_source, source_of
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.kv_groups import KVGroup
+from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
@@ -189,6 +191,8 @@ class Rig:
         self._start = start
         self.executor = start()
         self._plans: deque[StepPlan] = deque()
+        self._unused: deque[set[int]] = deque()
+        """With several KV groups: the pages that nobody holds once each of these plans is made."""
         self._chats: dict[str, Chat] = {}
         self._doomed: deque[RequestKey] = deque()
         self._rng = random.Random(3)
@@ -206,7 +210,7 @@ class Rig:
             self._step()
         self._step()
         blocks = self.core.lanes[0].blocks
-        assert blocks.num_free == self.setting.num_blocks
+        assert blocks.num_free == self.pools.num_device_blocks
         assert blocks.num_used_host == 0
         assert not self.executor.slots.admitted.any()
         self.happened["hits"] += blocks.prefix_counts.num_hits
@@ -270,6 +274,9 @@ class Rig:
         if plan is None:
             return False
         self._plans.append(plan)
+        pool = self.core.lanes[0].blocks.pool
+        if isinstance(pool, PagedPool):
+            self._unused.append({*pool.unused_pages} - {*plan.swap_out.sources, *plan.copies.sources})
         step = self.core.lanes[0].inflight[-1]
         swapped = set(step.swapped_out)
         self.happened.update(f"{'swap' if one in swapped else 'recompute'} {_kind(one)}" for one in step.preempted)
@@ -278,6 +285,9 @@ class Rig:
 
     def _apply(self) -> None:
         plan = self._plans.popleft()
+        if self._unused:
+            # What was given back before this plan: the plans before it were the last that read it.
+            self.pools.pool[list(self._unused.popleft())] = 0xFF
         made = self.executor.execute(plan_from_wire(plan_to_wire(plan, _EPOCH)), received_ns=0)
         result = result_from_wire(result_to_wire(made, _EPOCH, incarnation=1))
         assert not result.error_slots
@@ -286,6 +296,7 @@ class Rig:
         self._num_applied += 1
         if self.setting.loses_every and self._num_applied % self.setting.loses_every == 0:
             self._plans.clear()
+            self._unused.clear()
             self._lose_memory()
             self._take(self.core.executor_lost(0, self._now))
             if self.adapters is not None:
@@ -306,6 +317,7 @@ class Rig:
         for layer, former in zip(pools, before, strict=True):
             layer[(layer != former) & ~(layer.isnan() & former.isnan())] = float("nan")
         self._plans.clear()
+        self._unused.clear()
         self.executor.clear()
         self._take(self.core.executor_lost(0, self._now, SessionEnd()))
         self.core.check_integrity()
@@ -354,6 +366,9 @@ def _spec(limits: Limits) -> ExecutorSpec:
         max_drafts=limits.max_drafts,
         max_loras=limits.max_loras,
         max_cpu_loras=limits.max_cpu_loras,
+        kv_groups=tuple(
+            KVGroup(index, group.window or None, group.pages_per_block) for index, group in enumerate(limits.kv_groups)
+        ),
     )
 
 

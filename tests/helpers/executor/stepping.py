@@ -40,7 +40,10 @@ class Stepper:
         """drafts: makes the source of drafts. draft: makes them on a GPU. adapters and grammars: of the model.
         limits_of_test: fields of Limits in place of the usual ones.
         """
-        options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
+        options = {
+            **model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT,
+            "disable_hybrid_kv_cache_manager": True,
+        }  # fmt: skip
         config = ExecutorConfig(**options)
         self.pools = pools = model.device.new_kv_cache(
             model.loaded.geometry, config, 0, None if draft is None else draft.layers

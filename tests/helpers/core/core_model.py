@@ -192,7 +192,7 @@ class Rig:
         self.executor = start()
         self._plans: deque[StepPlan] = deque()
         self._unused: deque[set[int]] = deque()
-        """With several KV groups: the pages that nobody holds once each of these plans is made."""
+        """With several KV groups: the pages that nobody holds before and after each of these plans is made."""
         self._chats: dict[str, Chat] = {}
         self._doomed: deque[RequestKey] = deque()
         self._rng = random.Random(3)
@@ -268,15 +268,16 @@ class Rig:
             self._apply()
 
     def _plan(self) -> bool:
+        pool = self.core.lanes[0].blocks.pool
+        unused = {*pool.unused_pages} if isinstance(pool, PagedPool) else set()
         plan = self.core.plan_step(0, self._now)
         self._take(self.core.take_outputs())
         self.core.check_integrity()
         if plan is None:
             return False
         self._plans.append(plan)
-        pool = self.core.lanes[0].blocks.pool
         if isinstance(pool, PagedPool):
-            self._unused.append({*pool.unused_pages} - {*plan.swap_out.sources, *plan.copies.sources})
+            self._unused.append((unused & {*pool.unused_pages}) - _named_pages(plan))
         step = self.core.lanes[0].inflight[-1]
         swapped = set(step.swapped_out)
         self.happened.update(f"{'swap' if one in swapped else 'recompute'} {_kind(one)}" for one in step.preempted)
@@ -286,7 +287,7 @@ class Rig:
     def _apply(self) -> None:
         plan = self._plans.popleft()
         if self._unused:
-            # What was given back before this plan: the plans before it were the last that read it.
+            # What was given back before this plan was made: the plans before it were the last that read it.
             self.pools.pool[list(self._unused.popleft())] = 0xFF
         made = self.executor.execute(plan_from_wire(plan_to_wire(plan, _EPOCH)), received_ns=0)
         result = result_from_wire(result_to_wire(made, _EPOCH, incarnation=1))
@@ -370,6 +371,15 @@ def _spec(limits: Limits) -> ExecutorSpec:
             KVGroup(index, group.window or None, group.pages_per_block) for index, group in enumerate(limits.kv_groups)
         ),
     )
+
+
+def _named_pages(plan: StepPlan) -> set[int]:
+    """Pages that a plan names: a sequence may get and give them up in one."""
+    columns = [plan.append_block_ids, *(appends.page_ids for appends in plan.group_appends)]
+    columns += [ids for moves in (plan.swap_out, plan.copies) for ids in (moves.sources, moves.destinations)]
+    columns += [plan.swap_in.destinations, *(sequence.block_ids for sequence in plan.admitted)]
+    columns += [table.page_ids for sequence in plan.admitted for table in sequence.group_tables]
+    return {page for column in columns for page in column}
 
 
 def _bits(integers: Iterable[int], numbers: Iterable[float]) -> bytes:

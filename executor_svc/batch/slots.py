@@ -11,6 +11,7 @@ import hashlib
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import AdmittedSequence, StepPlan
@@ -35,14 +36,10 @@ class Slots:
         # compute: for the last sampled token.
         self.token_ids = np.zeros((n, limits.max_model_len + 1), np.int32)
         self.tables = np.zeros((n, limits.num_tables, limits.max_blocks_per_seq), np.int32)
-        # The first table, of KV group 0: the only one where all layers keep the KV of the same positions.
-        self.block_tables = self.tables[:, 0]
         self.num_tokens = np.zeros(n, np.int64)
         self.num_prompt_tokens = np.zeros(n, np.int64)
         self.num_computed_tokens = np.zeros(n, np.int64)
         self.places = TablePlaces(limits)
-        # Of KV group 0.
-        self.num_blocks = self.places.num_blocks[0]
         self.max_drafts = np.zeros(n, np.int64)
         # The slot's LoRA adapter; 0: none.
         self.adapter_index = np.zeros(n, np.int64)
@@ -57,6 +54,16 @@ class Slots:
         self.sampling = SlotSampling(limits)
         self.writes = Writes(kept=compared)
         """Of tokens, blocks and admissions."""
+
+    @property
+    def block_tables(self) -> NDArray[np.int32]:
+        """[n, max_blocks_per_seq]: the first of each slot's tables, the only one of models with one KV group."""
+        return self.tables[:, 0]
+
+    @property
+    def num_blocks(self) -> IntArray:
+        """[n]: blocks of this table."""
+        return self.places.num_blocks[0]
 
     def clear(self) -> None:
         """Free every slot."""

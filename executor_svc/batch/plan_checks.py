@@ -11,7 +11,6 @@ from executor_svc.batch.block_tables import check_tables
 from executor_svc.plan.arrays import check_range, check_unique
 from executor_svc.plan.limits import Limits
 
-
 _OF_GROUPS = tuple(f"{part}.{name}" for part in ("appends", "block_tables") for name in (KV_GROUP, "first_block"))
 """Names of what executors of several KV groups support, in `StepPlan.reserved`."""
 

@@ -177,9 +177,9 @@ class Slots:
             self.writes.add((table, first), pages)
 
     def _append_blocks(self, plan: StepPlan) -> None:
-        for column in (plan.append_slots, *(appends.slots for appends in plan.group_appends)):
-            if len(column):
-                self._check_admitted(ints(column), "appends")
+        for named in (plan.append_slots, *(appends.slots for appends in plan.group_appends)):
+            if len(named):
+                self._check_admitted(ints(named), "appends")
         check_appends(plan, self.limits)
         for table, slots, places, pages in self.places.appended(plan):
             self.tables[slots, table, places] = pages

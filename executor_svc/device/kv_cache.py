@@ -64,7 +64,7 @@ class KVCache:
         device: torch.device,
         num_draft_layers: int = 0,
     ) -> None:
-        """Reserve memory for so many blocks of every KV group, the last num_draft_layers layers of which are the draft's."""
+        """Reserve memory for so many blocks of every KV group; the last num_draft_layers layers are the draft's."""
         num_device_blocks *= layout.num_tables
         num_host_blocks *= layout.num_tables
         self.layout = layout

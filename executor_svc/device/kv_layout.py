@@ -68,9 +68,7 @@ class KVLayout:
     """Of each group: how many of the last positions its layers read; 0: all."""
 
     @staticmethod
-    def of(
-        layers: Sequence[LayerKV], block_size: int, dtype: torch.dtype, windows: tuple[int, ...] = (0,)
-    ) -> KVLayout:
+    def of(layers: Sequence[LayerKV], block_size: int, dtype: torch.dtype, windows: tuple[int, ...] = (0,)) -> KVLayout:
         """Choose the size of pages with the least padding, the largest of such; pack the layers in their order.
 
         With one group it is the bytes of a block: one page. windows: of each group.

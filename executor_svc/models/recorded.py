@@ -169,9 +169,7 @@ class RecordedModel:
         model, ropes, layers, tables = self._model, self.ropes, self._layers, self._layer_tables
         if self._state_layers:
             assert isinstance(model, Decoder)
-            return model.forward_with_states(
-                self.token_ids, ropes, layers, self.plans, self._state_layers, tables
-            )
+            return model.forward_with_states(self.token_ids, ropes, layers, self.plans, self._state_layers, tables)
         return model.forward(self.token_ids, ropes, layers, self.plans, tables), None
 
     def _with(self, rows: AdapterRows | None) -> AbstractContextManager[None]:

@@ -26,7 +26,7 @@ from tests.helpers.executor.rank_threads import RankThreads
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.peft_adapters import save_peft_adapter
 
-ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
+ONE_GROUP: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True}
 NUM_BLOCKS = {"gemma3_text": 11, "mistral": 14}
 """Of small pools, where preemptions happen. The first has a page for the full layer and three for the others; the
 second has no layer without a window."""
@@ -97,10 +97,14 @@ def test_same_bits_in_fewer_bits(golden: Golden, options: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("name", "share"),
     short_and_long(
-        [(name, share) for name in ("drafts, swap", "drafts, kept sessions", "drafts, recompute") for share in (0.06, 0)],
+        [
+            (name, share)
+            for name in ("drafts, swap", "drafts, recompute", "drafts, kept sessions")
+            for share in (0.06, 0)
+        ],
         [("drafts, swap", 0.06), ("drafts, kept sessions", 0)],
     ),
-)  # fmt: skip
+)
 def test_same_bits_with_a_draft_model(golden: Golden, name: str, share: float, tmp_path: Path) -> None:
     """Its layers, with and without windows, are in the group without a window; with the target's own weights all drafts
     are accepted but those behind a stop token."""
@@ -125,7 +129,7 @@ def test_same_bits_with_adapters(golden: Golden, tmp_path: Path) -> None:
         for chat in load()
     ]
     one, several = (Model(golden.folder, AdapterSizes(3, 8), **options) for options in (ONE_GROUP, {}))
-    loras = {"max_loras": 2, "max_cpu_loras": 3}
+    loras: dict[str, Any] = {"max_loras": 2, "max_cpu_loras": 3}
     expected = Rig(one, replace(ALONE, **loras), adapters=folders).run(chats)
     check(expected, Rig(several, replace(setting_of("swap"), **loras), adapters=folders).run(chats))
     assert expected != golden.expected

@@ -46,8 +46,9 @@ class CpuAttentionPlan:
         """Of each block table, where the step's tokens are written."""
         self.slots = self.slots_of[0]
         self.table = np.zeros((num_tables, 6), np.int64)
-        """Of each block table: addresses of tiles and block tables, bytes of a row of the block tables, address of the scratch memory, and
-        the distance in items to the item that a thread will probably process next, KV heads of an item."""
+        """Of each block table: addresses of tiles and block tables, bytes of a row of the block tables, address of the
+        scratch memory, the distance in items to the item that a thread will probably process next, KV heads of an
+        item."""
         self.table[:, 3:5] = scratch.data_ptr(), num_threads
         self._shape = shape
         self._num_threads = num_threads

@@ -16,10 +16,10 @@ def in_groups(plan: StepPlan, limits: Limits) -> StepPlan:
     if not limits.kv_groups:
         return plan
     blocks = list(plan.append_block_ids)
-    columns = [
-        ([slot for slot in plan.append_slots for _ in pages], [page for block in blocks for page in _of(block, pages, limits)])
-        for pages in _tables(limits)
-    ]  # fmt: skip
+    columns = []
+    for tables in _tables(limits):
+        slots = [slot for slot in plan.append_slots for _ in tables]
+        columns.append((slots, [page for block in blocks for page in _of(block, tables, limits)]))
     (slots, page_ids), *others = columns
     return replace(
         plan,

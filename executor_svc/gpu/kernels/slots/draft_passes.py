@@ -126,8 +126,8 @@ def _first_pass(
 @triton.jit(do_not_specialize=_NEXT_INTEGERS)
 def _next_pass(
     token_ids, block_tables, numbers, by_token, by_seq, by_row, logits_rows, tokens, errors, token_stride,
-    table_stride, number_stride, by_token_stride, by_seq_stride, by_row_stride, table_words, num_tables, num_seqs, index,
-    block_size, LISTED: tl.constexpr,
+    table_stride, number_stride, by_token_stride, by_seq_stride, by_row_stride, table_words, num_tables, num_seqs,
+    index, block_size, LISTED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * LISTED + tl.arange(0, LISTED)
     within = at < num_seqs
@@ -214,8 +214,8 @@ def next_pass(
     if num_seqs:
         _next_pass[(-(-(num_seqs + 1) // _LISTED),)](
             state.token_ids, state.tables, state.numbers, buffers.by_token, buffers.by_seq, buffers.by_row,
-            buffers.logits_rows, tokens, errors, *_strides(state, buffers), *_tables(state), num_seqs, index, block_size,
-            LISTED=_LISTED, num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
+            buffers.logits_rows, tokens, errors, *_strides(state, buffers), *_tables(state), num_seqs, index,
+            block_size, LISTED=_LISTED, num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -234,9 +234,7 @@ class StepBuffers:
     """[num_words] int32: the words of a step with drafts, as `draft_layout` writes them."""
 
     @classmethod
-    def empty(
-        cls, most: StepSizes, max_blocks_per_seq: int, device: torch.device, num_tables: int = 1
-    ) -> StepBuffers:
+    def empty(cls, most: StepSizes, max_blocks_per_seq: int, device: torch.device, num_tables: int = 1) -> StepBuffers:
         """Return buffers for steps of at most these sizes."""
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -150,8 +150,8 @@ class ExecutorConfig(ServiceSettings):
     num_gpu_blocks: int | None = Field(
         None,
         ge=1,
-        description="KV blocks in device memory (on the CPU: in main memory); default: as many as "
-        "gpu_memory_utilization allows.",
+        description="KV blocks in device memory (on the CPU: in main memory), each of all layers; layers with a window "
+        "share this memory as they need it. Default: as many as gpu_memory_utilization allows.",
         json_schema_extra=about("Memory", "blocks"),
     )
     num_cpu_blocks: int = Field(

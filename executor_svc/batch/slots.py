@@ -63,7 +63,8 @@ class Slots:
     @property
     def num_blocks(self) -> IntArray:
         """[n]: blocks of this table."""
-        return self.places.num_blocks[0]
+        first: IntArray = self.places.num_blocks[0]
+        return first
 
     def clear(self) -> None:
         """Free every slot."""

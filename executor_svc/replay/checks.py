@@ -42,8 +42,6 @@ def recorded_arguments(recorded: pb.DescribeResponse, given: Sequence[str]) -> l
     if not simulated and recorded.HasField("fingerprint"):
         options["numerics"] = _MODES.get(recorded.fingerprint.mode, "exact")
         options["num_threads"] = max(1, recorded.fingerprint.num_threads)
-    if not simulated and not recorded.kv.groups:
-        options["disable_hybrid_kv_cache_manager"] = True
     if recorded.limits.max_drafts:
         # Whatever made the drafts: a replay takes them from the results.
         options |= {"speculative": "ngram", "num_speculative_tokens": recorded.limits.max_drafts}

@@ -210,6 +210,8 @@ class PlanReplay:
         if config is None or errors:
             raise ReplayError("\n".join(errors))
         logging.getLogger().setLevel(config.log_level.upper())
+        if not self._recorded.kv.groups:
+            config = config.model_copy(update={"disable_hybrid_kv_cache_manager": True})
         try:
             executor = _Executor(config)
         except StartError as exc:

@@ -61,6 +61,7 @@ class CpuAttentionPlan:
         self.slots_of[:, : slot_mapping.shape[-1]] = slot_mapping.numpy()
         tiles = _tiles(query_start_loc.numpy().astype(np.int64), seq_lens.numpy(), tile_tokens(self._shape))
         tables = block_tables.contiguous()
+        assert tables.numel() == len(seq_lens) * len(self.table) * tables.shape[-1], "another number of block tables"
         heads = _heads_of_item(self._shape.num_kv_heads, len(tiles), self._num_threads)
         self.num_tiles = len(tiles) * (self._shape.num_kv_heads // heads)
         for index, table in enumerate(self.table):

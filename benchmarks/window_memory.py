@@ -46,7 +46,8 @@ from scheduler_svc.engine.policies_from_options import policies_from_options
 NAME = "window_memory"
 SHAPES = ("12b", "small")
 WAYS = {"one_group": False, "groups": True}
-_BLOCK_SIZE, _CHUNK, _VOCAB = 16, 2048, 1000
+_BLOCK_SIZE, _STEP_TOKENS, _VOCAB = 16, 16_384, 1000
+"""A step computes chunks of several prompts, as their chunks have 2,048 tokens at most where there are windows."""
 _LAYERS, _PATTERN, _WINDOW = 48, 6, 1024
 _SMALL: dict[str, Any] = {
     "vocab_size": _VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 12, "num_attention_heads": 1,
@@ -54,19 +55,18 @@ _SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass
-class _Case:
+@dataclass(frozen=True, slots=True)
+class _PooledExecutor:
     """An executor, and the bytes of its pool."""
 
     executor: SimulatedStepExecutor | StepExecutor
     limits: Limits
     pool_bytes: int
-    sequence_bytes: float = 0.0
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     for shape in options.shapes:
-        requests = options.requests if shape == "12b" else min(options.requests, 8)
+        requests = options.requests
         with OtherLoad() as other:
             found = {}
             for way, in_groups in WAYS.items():
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
         metrics = {f"{way}_{name}": value for way, (each, _) in found.items() for name, value in each.items()}
         params = {
             "shape": shape, "context": options.context, "output": options.output, "requests": requests,
-            "pool_contexts": options.pool_contexts, "window": _WINDOW, "chunk": _CHUNK, "block_size": _BLOCK_SIZE,
+            "pool_contexts": options.pool_contexts, "window": _WINDOW, "step_tokens": _STEP_TOKENS, "block_size": _BLOCK_SIZE,
         }  # fmt: skip
         yield make_row(NAME, seed=options.seed, params=params, repeats=[metrics], other_cores=[other.cores])
 
@@ -92,21 +92,21 @@ def _measure(
         return _serve(case, requests, options)
 
 
-def _simulated(in_groups: bool, options: argparse.Namespace, place: Path) -> _Case:
+def _simulated(in_groups: bool, options: argparse.Namespace, place: Path) -> _PooledExecutor:
     kept = [_WINDOW if in_groups and index % _PATTERN != _PATTERN - 1 else 0 for index in range(_LAYERS)]
     windows = tuple(sorted(set(kept)))
     layers = [LayerKV(8, 256, windows.index(window)) for window in kept]
     layout = KVLayout.of(layers, _BLOCK_SIZE, torch.bfloat16, windows)
     num_blocks = _pool_blocks(options)
     limits = Limits(
-        num_slots=128, max_num_seqs=64, max_num_batched_tokens=_CHUNK, max_model_len=options.context + options.output,
+        num_slots=128, max_num_seqs=64, max_num_batched_tokens=_STEP_TOKENS, max_model_len=options.context + options.output,
         vocab_size=_VOCAB, max_logprobs=0, block_size=_BLOCK_SIZE, num_device_blocks=num_blocks * layout.num_tables,
         num_host_blocks=0, max_inflight_plans=2, kv_groups=layout.groups,
     )  # fmt: skip
-    return _Case(SimulatedStepExecutor(limits), limits, num_blocks * layout.bytes_per_block)
+    return _PooledExecutor(SimulatedStepExecutor(limits), limits, num_blocks * layout.bytes_per_block)
 
 
-def _small(in_groups: bool, options: argparse.Namespace, place: Path) -> _Case:
+def _small(in_groups: bool, options: argparse.Namespace, place: Path) -> _PooledExecutor:
     from transformers import AutoConfig
 
     content = AutoConfig.for_model("gemma3_text", **_SMALL, max_position_embeddings=1 << 17).to_dict()
@@ -114,7 +114,7 @@ def _small(in_groups: bool, options: argparse.Namespace, place: Path) -> _Case:
     (place / "config.json").write_text(json.dumps(content), encoding="utf-8")
     config = ExecutorConfig(
         model=str(place), device="cpu", load_format="dummy", seed=options.seed, num_threads=options.threads,
-        block_size=_BLOCK_SIZE, num_gpu_blocks=_pool_blocks(options), max_num_seqs=64, max_num_batched_tokens=_CHUNK,
+        block_size=_BLOCK_SIZE, num_gpu_blocks=_pool_blocks(options), max_num_seqs=64, max_num_batched_tokens=_STEP_TOKENS,
         max_model_len=options.context + options.output, disable_hybrid_kv_cache_manager=not in_groups,
     )  # fmt: skip
     device = make_device(config)
@@ -122,7 +122,7 @@ def _small(in_groups: bool, options: argparse.Namespace, place: Path) -> _Case:
     pools = device.new_kv_cache(loaded.geometry, config)
     limits = limits_of(config, loaded.geometry, pools)
     runner = ModelRunner(loaded.model, device, pools, limits)
-    return _Case(StepExecutor(runner, pools, limits), limits, pools.pool.nbytes)
+    return _PooledExecutor(StepExecutor(runner, pools, limits), limits, pools.pool.nbytes)
 
 
 def _pool_blocks(options: argparse.Namespace) -> int:
@@ -131,7 +131,9 @@ def _pool_blocks(options: argparse.Namespace) -> int:
     return blocks
 
 
-def _serve(case: _Case, requests: int, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, list[int]]]:
+def _serve(
+    case: _PooledExecutor, requests: int, options: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, list[int]]]:
     """Let all requests come at once; the most that decode in one step is what the pool holds."""
     limits, tokens = case.limits, defaultdict[str, list[int]](list)
     core = Scheduler(policies_from_options(SchedulerConfig(enable_prefix_caching=False)))
@@ -151,8 +153,8 @@ def _serve(case: _Case, requests: int, options: argparse.Namespace) -> tuple[dic
         result = case.executor.execute(plan_from_wire(plan_to_wire(plan, 1)), 0)
         running = core.lanes[0].running
         decodes = sum(sequence.num_computed_tokens >= options.context for sequence in running)
-        if decodes > most and decodes == len(running):
-            decoding_bytes = page * (limits.num_device_blocks - core.lanes[0].blocks.num_free) / decodes
+        if decodes >= most and decodes == len(running):
+            decoding_bytes = page * (limits.num_device_blocks - core.lanes[0].blocks.num_free) / max(1, decodes)
         most = max(most, decodes)
         _take(core.apply_result(0, _read(result), now)[1], tokens)
         steps += 1
@@ -194,8 +196,8 @@ def _describe(row: Row) -> str:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--context", type=positive, default=32_768, help="tokens of a prompt (default 32768)")
-    parser.add_argument("--output", type=positive, default=48, help="tokens of an output (default 48)")
-    parser.add_argument("--requests", type=positive, default=24, help="that wait (default 24; small: 8 at most)")
+    parser.add_argument("--output", type=positive, default=160, help="tokens of an output (default 160)")
+    parser.add_argument("--requests", type=positive, default=24, help="that wait (default 24)")
     parser.add_argument("--pool-contexts", type=positive, default=4, help="that fit in one group (default 4)")
     parser.add_argument("--threads", type=positive, default=1, help="of the processor, for small (default 1)")
 

@@ -136,7 +136,8 @@ def _serve(
 ) -> tuple[dict[str, float], dict[str, list[int]]]:
     """Let all requests come at once; the most that decode in one step is what the pool holds."""
     limits, tokens = case.limits, defaultdict[str, list[int]](list)
-    core = Scheduler(policies_from_options(SchedulerConfig(enable_prefix_caching=False)))
+    without_prefixes: dict[str, Any] = {"enable_prefix_caching": False}
+    core = Scheduler(policies_from_options(SchedulerConfig(**without_prefixes)))
     core.add_executor(0, _spec(limits))
     for index in range(requests):
         prompt = tuple((7 + 13 * index + 31 * position) % _VOCAB for position in range(options.context))

@@ -77,7 +77,8 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
         metrics = {f"{way}_{name}": value for way, (each, _) in found.items() for name, value in each.items()}
         params = {
             "shape": shape, "context": options.context, "output": options.output, "requests": requests,
-            "pool_contexts": options.pool_contexts, "window": _WINDOW, "step_tokens": _STEP_TOKENS, "block_size": _BLOCK_SIZE,
+            "pool_contexts": options.pool_contexts, "window": _WINDOW, "step_tokens": _STEP_TOKENS,
+            "block_size": _BLOCK_SIZE,
         }  # fmt: skip
         yield make_row(NAME, seed=options.seed, params=params, repeats=[metrics], other_cores=[other.cores])
 
@@ -99,8 +100,9 @@ def _simulated(in_groups: bool, options: argparse.Namespace, place: Path) -> _Po
     layout = KVLayout.of(layers, _BLOCK_SIZE, torch.bfloat16, windows)
     num_blocks = _pool_blocks(options)
     limits = Limits(
-        num_slots=128, max_num_seqs=64, max_num_batched_tokens=_STEP_TOKENS, max_model_len=options.context + options.output,
-        vocab_size=_VOCAB, max_logprobs=0, block_size=_BLOCK_SIZE, num_device_blocks=num_blocks * layout.num_tables,
+        num_slots=128, max_num_seqs=64, max_num_batched_tokens=_STEP_TOKENS,
+        max_model_len=options.context + options.output, vocab_size=_VOCAB,
+        max_logprobs=0, block_size=_BLOCK_SIZE, num_device_blocks=num_blocks * layout.num_tables,
         num_host_blocks=0, max_inflight_plans=2, kv_groups=layout.groups,
     )  # fmt: skip
     return _PooledExecutor(SimulatedStepExecutor(limits), limits, num_blocks * layout.bytes_per_block)
@@ -114,8 +116,9 @@ def _small(in_groups: bool, options: argparse.Namespace, place: Path) -> _Pooled
     (place / "config.json").write_text(json.dumps(content), encoding="utf-8")
     config = ExecutorConfig(
         model=str(place), device="cpu", load_format="dummy", seed=options.seed, num_threads=options.threads,
-        block_size=_BLOCK_SIZE, num_gpu_blocks=_pool_blocks(options), max_num_seqs=64, max_num_batched_tokens=_STEP_TOKENS,
-        max_model_len=options.context + options.output, disable_hybrid_kv_cache_manager=not in_groups,
+        block_size=_BLOCK_SIZE, num_gpu_blocks=_pool_blocks(options), max_num_seqs=64,
+        max_num_batched_tokens=_STEP_TOKENS, max_model_len=options.context + options.output,
+        disable_hybrid_kv_cache_manager=not in_groups,
     )  # fmt: skip
     device = make_device(config)
     loaded = load_model(config, device)

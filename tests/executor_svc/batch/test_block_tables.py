@@ -110,5 +110,5 @@ def test_steps_that_cannot_be(fields: dict[str, Any], message: str) -> None:
 
 def test_executors_of_one_group_refuse_others() -> None:
     slots = Slots(replace(LIMITS, kv_groups=()))
-    with pytest.raises(InvalidPlan, match="not supported by this executor: block_tables.kv_group 1"):
+    with pytest.raises(InvalidPlan, match=r"not supported by this executor: block_tables\.kv_group 1"):
         slots.apply(plan(reserved=("block_tables.kv_group 1",)))

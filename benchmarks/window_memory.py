@@ -114,12 +114,20 @@ def _small(in_groups: bool, options: argparse.Namespace, place: Path) -> _Pooled
     content = AutoConfig.for_model("gemma3_text", **_SMALL, max_position_embeddings=1 << 17).to_dict()
     content |= {"architectures": ["Gemma3ForCausalLM"], "dtype": "bfloat16"}
     (place / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    config = ExecutorConfig(
-        model=str(place), device="cpu", load_format="dummy", seed=options.seed, num_threads=options.threads,
-        block_size=_BLOCK_SIZE, num_gpu_blocks=_pool_blocks(options), max_num_seqs=64,
-        max_num_batched_tokens=_STEP_TOKENS, max_model_len=options.context + options.output,
-        disable_hybrid_kv_cache_manager=not in_groups,
-    )  # fmt: skip
+    more: dict[str, Any] = {
+        "model": str(place),
+        "device": "cpu",
+        "load_format": "dummy",
+        "seed": options.seed,
+        "num_threads": options.threads,
+        "block_size": _BLOCK_SIZE,
+        "num_gpu_blocks": _pool_blocks(options),
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": _STEP_TOKENS,
+        "max_model_len": options.context + options.output,
+        "disable_hybrid_kv_cache_manager": not in_groups,
+    }
+    config = ExecutorConfig(**more)
     device = make_device(config)
     loaded = load_model(config, device)
     pools = device.new_kv_cache(loaded.geometry, config)

@@ -91,7 +91,7 @@ def draft_logits(
     ids, positions, sampled = (torch.zeros(count, dtype=torch.int64) for count in (size, size, limits.max_num_seqs))
     kernels = target.device.kernels
     recorded = RecordedModel(
-        draft.model, kernels, cache, limits, ids, positions, sampled, layers=cache.draft_layers, name=name
+        draft.model, kernels, cache, limits, ids, positions, sampled, is_draft=True, name=name
     )
     results = []
     for batch in batches:

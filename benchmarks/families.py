@@ -31,6 +31,11 @@ _WIDER = 3 / 2
 _WINDOWS = {"sliding_window": 128}
 _NEIGHBOURS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048}
+_GEMMA_4: dict[str, Any] = {
+    "model_type": "gemma4_text", **_WINDOWS, "global_head_dim": 64, "vocab_size_per_layer_input": 49_152,
+    "hidden_size_per_layer_input": 0, "tie_word_embeddings": True,
+}  # fmt: skip
+"""With heads of one size, so that weights are Llama's."""
 FAMILIES: dict[str, dict[str, Any]] = {
     LLAMA: {},
     "apertus": {"without_gate": True},
@@ -38,9 +43,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True},
     "exaone4": {**_WINDOWS, "sliding_window_pattern": 4},
     "gemma3_text": {**_WINDOWS, "sliding_window_pattern": 6},
+    "gemma4_keys_are_values": {**_GEMMA_4, "attention_k_eq_v": True},
+    "gemma4_shared_and_inputs": {**_GEMMA_4, "num_kv_shared_layers": 12, "hidden_size_per_layer_input": 64},
     "glm4": {"attention_bias": True, "rope_parameters": _NEIGHBOURS},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.6},
     "hunyuan_v1_dense": {},
+    "llama4_text": {"moe_layers": [], "attention_chunk_size": 128},
     "ministral3": {"rope_parameters": {**_SCALED, "llama_4_scaling_beta": 0.1}},
     "nemotron": {"without_gate": True},
     "olmo2": {},
@@ -50,7 +58,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "starcoder2": {"without_gate": True, "use_bias": True},
 }
-"""By transformers' model_type: what makes its parts work; `without_gate`: of the MLP."""
+"""By transformers' model_type, or with that: what makes its parts work; `without_gate`: of the MLP.
+
+Gemma 4's shared keys and values are 5 % fewer weights in a layer, its inputs 2 % more of all.
+"""
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
@@ -83,12 +94,15 @@ def _runner(folder: Path, name: str, options: argparse.Namespace) -> LoadedRunne
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     parts = dict(FAMILIES[name])
+    kind = parts.pop("model_type", name)
     sizes = {**SHAPES[options.shape], "head_dim": 64, "pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
     if parts.pop("without_gate", False):
         sizes["intermediate_size"] = int(_WIDER * sizes["intermediate_size"])
-    config = AutoConfig.for_model(name, **{**sizes, **parts}).to_dict()
+    if kind == "llama4_text":
+        parts["intermediate_size_mlp"] = sizes["intermediate_size"]
+    config = AutoConfig.for_model(kind, **{**sizes, **parts}).to_dict()
     folder.mkdir()
-    content = {**config, "architectures": [CLASSES[name]], "dtype": "bfloat16"}
+    content = {**config, "architectures": [CLASSES[kind]], "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     progress(f"{NAME}: {name}")
     return make_runner(folder, options.threads, more={"load_format": "dummy", "seed": options.seed})

@@ -82,6 +82,22 @@ NEWER: dict[str, dict[str, Any]] = {
     "cohere2": {**_SANDWICHED, "logit_scale": 0.25, "tie_word_embeddings": True, "layer_norm_eps": 1e-4},
     "ernie4_5": {"head_dim": 12, "use_bias": True, "tie_word_embeddings": True},
     "exaone4": {**_SANDWICHED, "head_dim": 12, "sliding_window_pattern": 4},
+    "gemma4_text": {
+        **_SANDWICHED,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "head_dim": 12,
+        "global_head_dim": 20,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "attention_bias": True,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 140,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
     "falcon": {"bias": True, "layer_norm_epsilon": 1e-4, "initializer_range": 0.2},
     "glm4": {"head_dim": 12, "attention_bias": True, "initializer_range": 0.15},
     "gpt2": {
@@ -118,6 +134,16 @@ NEWER: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {
         "head_dim": 12,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "alpha": 50.0, "factor": 1.0},
+    },
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 12,
+        "intermediate_size_mlp": 72,
+        "moe_layers": [],
+        "attention_chunk_size": _WINDOW,
+        "floor_scale": 16,
+        "attn_scale": 0.4,
+        "attention_bias": True,
     },
     "ministral3": {
         "head_dim": 12,
@@ -263,6 +289,8 @@ def _make(
                     parameter.normal_(0, 0.1)
                 elif name.endswith(("alpha_p", "alpha_n")):
                     parameter.normal_(0, 0.5)
+                elif family == "gemma4_text" and name.endswith(("q_norm.weight", "k_norm.weight")):
+                    parameter.uniform_(0.1, 0.7)  # scores are not divided: larger ones would leave one key a head
                 elif "norm" in name or ".ln_" in name:
                     parameter.uniform_(*norms)
         for name, buffer in model.named_buffers():
@@ -270,6 +298,8 @@ def _make(
                 buffer.fill_(0.4)
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model = model.to(dtype)
     model.config.dtype = dtype
     size = sum(parameter.nbytes for parameter in model.parameters())

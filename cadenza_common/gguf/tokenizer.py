@@ -21,6 +21,7 @@ from cadenza_common.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 _T = TypeVar("_T")
 
 _PREFIX = "tokenizer.ggml"
+_GEMMA4 = "gemma4"
 _TEMPLATE = "tokenizer.chat_template"
 _NO_MODEL = ("none", "no_vocab")
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -126,9 +127,10 @@ _Parts = tuple[Any, int | None, int | None, int | None, bool]
 def _parts(vocabulary: _Vocabulary) -> _Parts:
     metadata = vocabulary.metadata
     model = metadata.text(f"{_PREFIX}.model")
-    if model not in ("gpt2", "llama"):
-        raise metadata.error(f"{_PREFIX}.model", f"is {model[:100]!r}; supported: gpt2 (byte-level BPE), llama (SPM)")
-    return _sentencepiece(vocabulary) if model == "llama" else _byte_level(vocabulary)
+    if model not in ("gpt2", "llama", _GEMMA4):
+        supported = f"gpt2 (byte-level BPE), llama (SPM), {_GEMMA4} (SPM with merges)"
+        raise metadata.error(f"{_PREFIX}.model", f"is {model[:100]!r}; supported: {supported}")
+    return _byte_level(vocabulary) if model == "gpt2" else _sentencepiece(vocabulary, model)
 
 
 def _byte_level(vocabulary: _Vocabulary) -> _Parts:
@@ -169,11 +171,11 @@ def _stated_merges(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
             yield left, right
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> _Parts:
+def _sentencepiece(vocabulary: _Vocabulary, model: str) -> _Parts:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unk = vocabulary.special_id("unknown", 0)
-    merges = _scored_merges(vocabulary)
+    merges = list(_stated_merges(vocabulary)) if model == _GEMMA4 else _scored_merges(vocabulary)
     raw = Tokenizer(
         models.BPE(
             vocab=vocabulary.ids,
@@ -234,7 +236,8 @@ def _finished(raw: Any, vocabulary: _Vocabulary, special: dict[str, int | None],
     template = "$A"
     named: list[tuple[str, int]] = []
     for name, default in (("bos", adds_bos), ("eos", False)):
-        if not metadata.flag(f"{_PREFIX}.add_{name}_token", default):
+        stated = metadata.flag(f"{_PREFIX}.add_{name}_token", default)
+        if not stated and not (name == "bos" and metadata.text(f"{_PREFIX}.model") == _GEMMA4):  # as in llama.cpp
             continue
         token_id = special[name]
         if token_id is None:

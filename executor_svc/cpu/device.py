@@ -231,8 +231,7 @@ class CpuDevice:
         self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int, draft: DraftLayers | None
     ) -> KVCache:
         draft = draft or DraftLayers((), 0)
-        head_size = self._kernels.padded_head_size(geometry.head_size)
-        layout = model_layout(geometry, head_size, draft, config, self.dtype)
+        layout = model_layout(geometry, self._kernels.padded_head_size, draft, config, self.dtype)
         size = layout.bytes_per_block
         device_blocks = config.num_gpu_blocks
         host_bytes = config.num_cpu_blocks * size

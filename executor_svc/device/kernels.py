@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 GatedActivation = Literal["silu", "gelu_tanh"]
+FactorActivation = Literal["gelu_tanh", "sigmoid"]
+"""Of numbers that are then multiplied with others."""
 PlainActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 """gelu, its tanh form, relu, its square (So et al., 2021), and xIELU (Huang and Schlag, 2024)."""
 
@@ -34,6 +36,8 @@ class AttentionShape:
     """At least 1: a token at position p attends to positions above p - window up to p; None: to all up to p."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap) before the mask; None: no softcap."""
+    chunk: int | None = None
+    """At least 1, without a window: a token at position p attends from the multiple of this at or before p on."""
 
     @property
     def group(self) -> int:
@@ -52,7 +56,7 @@ class Rope(NamedTuple):
     rows: Tensor
     """[T] int64: each token's row of cos and sin."""
     query_scales: Tensor | None = None
-    """[P] in the model's dtype: what queries are multiplied with after the rotation, by row; None: nothing."""
+    """[P] in the model's dtype or fp32: what queries are multiplied with after the rotation, by row; None: nothing."""
 
 
 HeadNormKind = Literal["heads", "heads after rope", "all heads"]
@@ -69,6 +73,8 @@ class HeadNorms:
     k: Tensor
     eps: float
     kind: HeadNormKind = "heads"
+    v: Tensor | None = None
+    """Of values, in the dtype of q: [DP], with zeros for the columns from D on; None: they stay. Not of all heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +227,17 @@ class Kernels(Protocol):
         """Return (rms_norm(x * scale + residual), x * scale + residual); may write into x and residual."""
         ...
 
-    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
-        """Return x * scale + residual; may write into x and residual."""
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0, factor: Tensor | None = None) -> Tensor:
+        """Return x * scale + residual, then times factor [1] in the dtype of x; may write into x and residual."""
+        ...
+
+    def add_normed_groups(
+        self, x: Tensor, into: Tensor, weight: Tensor, eps: float, before: float, after: float
+    ) -> Tensor:
+        """Return (norm(x * before) + into) * after for x and into [T, G * P], rounded after each operation.
+
+        Each P columns of x are normalized with weight [P], as by `rms_norm`. May write into x; writes into `into`.
+        """
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -249,7 +264,8 @@ class Kernels(Protocol):
         """Normalize q and k if norms are given, rotate them, write k and v to the cache, return q.
 
         Args:
-            qkv: [T, (H + 2 KVH) * DP]; may be overwritten.
+            qkv: [T, (H + 2 KVH) * DP]; may be overwritten. With (H + KVH) heads the values are the keys before their
+            norm and rotation; with H alone nothing is written to the cache.
             rope: in the dtype of qkv; only the first R columns of a head are rotated.
             kv_layer: [N, 2, KVH, B, DP], written at the plan's slots; the order within a head is device-specific.
             scales: only for a cache in fp8; None: 1.
@@ -290,6 +306,10 @@ class Kernels(Protocol):
 
         scalars: of xielu, [4] fp32: alpha_p, alpha_n, beta and eps of `device.reference.xielu`.
         """
+        ...
+
+    def activate_times(self, x: Tensor, factors: Tensor, from_column: int, name: FactorActivation) -> Tensor:
+        """Return the activation of x [T, width], rounded, times as many columns of factors [T, any]."""
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:

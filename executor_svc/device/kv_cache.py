@@ -10,8 +10,8 @@ A draft model or head has layers of its own in the same pages, perhaps with othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.host_memory import new_memory
 from executor_svc.device.kv_layout import KVLayout, LayerKV
-from executor_svc.plan.description import ModelGeometry
+from executor_svc.plan.description import LayerHeads, ModelGeometry
 from executor_svc.plan.limits import GroupShape
 
 BlockIds = Sequence[int] | Tensor
@@ -35,19 +35,37 @@ class DraftLayers:
 
 
 def model_layout(
-    geometry: ModelGeometry, head_size: int, draft: DraftLayers, config: ExecutorConfig, dtype: torch.dtype
+    geometry: ModelGeometry,
+    padded: Callable[[int], int],
+    draft: DraftLayers,
+    config: ExecutorConfig,
+    dtype: torch.dtype,
 ) -> KVLayout:
-    """Return the layout of a target's layers and then its draft's; head_size: of the target, with padding.
+    """Return the layout of a target's layers and then its draft's; padded: returns the size of heads in the cache.
 
     Layers with a window below max_model_len are in a group with those of the same window; all others, and the draft's,
-    in group 0, if there are any.
+    in group 0, if there are any. Layers with the same keys and values are together.
     """
-    kept = [0] * geometry.num_layers
+    heads = geometry.layer_heads or (LayerHeads(geometry.num_kv_heads, geometry.head_size),) * geometry.num_layers
+    kept = [0] * len(heads)
     if geometry.windows and not config.disable_hybrid_kv_cache_manager:
         kept = [window if window and window < geometry.max_model_len else 0 for window in geometry.windows]
-    windows = tuple(dict.fromkeys(sorted({*kept, *([0] if draft.layers else [])})))
-    target = (LayerKV(geometry.num_kv_heads, head_size, windows.index(window)) for window in kept)
-    return KVLayout.of((*target, *draft.layers), config.block_size, dtype, windows)
+    owners = [index if each.kv_of is None else each.kv_of for index, each in enumerate(heads)]
+    readers = [[kept[index] for index, owner in enumerate(owners) if owner == each] for each in owners]
+    kept = [0 if 0 in each else max(each) for each in readers]
+    windows = tuple(sorted({*kept, *([0] if draft.layers else [])}))
+    alone = zip(layers_of_heads(heads, padded), kept, strict=True)
+    target = [replace(layer, group=windows.index(window)) for layer, window in alone]
+    moved = (
+        each if each.shared_with is None else replace(each, shared_with=each.shared_with + len(target))
+        for each in draft.layers
+    )
+    return KVLayout.of((*target, *moved), config.block_size, dtype, windows)
+
+
+def layers_of_heads(heads: Sequence[LayerHeads], padded: Callable[[int], int]) -> tuple[LayerKV, ...]:
+    """Return the layers of a model alone; padded: as of `model_layout`."""
+    return tuple(LayerKV(each.num_kv_heads, padded(each.head_size), shared_with=each.kv_of) for each in heads)
 
 
 class KVCache:

@@ -54,6 +54,12 @@ def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shap
     return torch.cat([normed, heads[..., shape.head_size :]], -1).flatten(1)
 
 
+def add_normed_groups(x: Tensor, into: Tensor, weight: Tensor, eps: float, before: float, after: float) -> Tensor:
+    """Return (rms_norm(x * before) + into) * after, each len(weight) columns of x normalized, in float64."""
+    groups = (x.double() * before).unflatten(1, (-1, len(weight)))
+    return (rms_norm(groups, weight, eps).flatten(1) + into.double()) * after
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Return gate * sigmoid(gate) * up, where gate and up are the halves of the last dimension, in float64."""
     gate, up = gate_up.double().chunk(2, -1)
@@ -150,6 +156,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Return softmax(q k^T * scale) v [T, H, D] in float64, each token over the positions up to its own.
 
@@ -160,6 +167,7 @@ def attention(
         window: a token at position p attends to positions above p - window only; None: to all from 0.
         softcap: scores s become softcap * tanh(s / softcap) before the mask; None: no softcap.
         sinks: [H], one more score of each head, of no value (gpt-oss); None: none.
+        chunk: a token at position p attends to positions from p // chunk * chunk on (Llama 4); None: from 0.
     """
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[1] // kv_layer.shape[2]
@@ -172,6 +180,8 @@ def attention(
         seen = key <= position
         if window is not None:
             seen &= key > position - window
+        if chunk is not None:
+            seen &= key >= position // chunk * chunk
         v = v.masked_fill(~seen.any(0)[:, None, None], 0.0)  # their weight is 0, but 0 * NaN is NaN
         scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), k) * scale
         if softcap is not None:

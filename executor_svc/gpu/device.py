@@ -184,8 +184,7 @@ class GpuDevice:
         use.
         """
         draft = draft or DraftLayers((), 0)
-        head_size = self._kernels.padded_head_size(geometry.head_size)
-        layout = model_layout(geometry, head_size, draft, config, self.kv_dtype)
+        layout = model_layout(geometry, self._kernels.padded_head_size, draft, config, self.kv_dtype)
         size = layout.bytes_per_block
         host_pages, page = config.num_cpu_blocks * layout.num_tables, layout.page_bytes
         beside = step_bytes + staging_blocks(host_pages, page) * page

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope, WeightRows
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
+from executor_svc.plan.description import LayerHeads
 
 
 class ModelConfigError(ValueError):
@@ -88,6 +89,8 @@ class CausalLM(Protocol):
     """The distinct shapes of its layers' attention: one for most models, two if only some layers have a window."""
     windows: tuple[int | None, ...]
     """The window of each layer's attention."""
+    layer_heads: tuple[LayerHeads, ...]
+    """What each layer keeps in the cache."""
     num_layers: int
     vocab_size: int
 

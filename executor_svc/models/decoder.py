@@ -13,7 +13,8 @@ from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.kv_scales import SCALES
 from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import make_rotary
-from executor_svc.models.spec import HEAD, DecoderSpec, LayerSpec
+from executor_svc.models.spec import HEAD, DecoderSpec, LayerSizes, LayerSpec
+from executor_svc.plan.description import LayerHeads
 
 
 class Decoder:
@@ -37,6 +38,7 @@ class Decoder:
         self.vocab_size = spec.vocab_size
         self.hidden_size = spec.hidden_size
         shapes = [attention_shape(spec, layer, builder.kernels) for layer in spec.layers]
+        self.layer_heads = layer_heads(spec)
         ropes = [layer.rope for layer in spec.layers]
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes))
         distinct_ropes = list(dict.fromkeys(ropes))
@@ -52,7 +54,10 @@ class Decoder:
         self.embedding, self.head = reader.ends()
         """A draft head may share them."""
         self._positions = reader.positions(max_model_len)
-        scales = kv_scales or [None] * spec.num_layers
+        self._token_inputs = reader.token_inputs()
+        scales = list(kv_scales or [None] * spec.num_layers)
+        for index, layer in enumerate(spec.layers):
+            scales[index] = scales[index if layer.kv_of is None else layer.kv_of]
         self._layers = [reader.layer(i, *each) for i, each in enumerate(zip(shapes, scales, strict=True))]
         self._final_norm = reader.final_norm()
         self._embedding_scale = spec.embedding_scale
@@ -94,8 +99,12 @@ class Decoder:
         layers before it included, and for num_layers the result of `forward`. It is what vLLM's auxiliary hidden states
         are. Their shape is [T, len(state_layers) * hidden], side by side. They change no bit of the other result.
         """
-        kernels, scale = self._kernels, self._spec.residual_scale
+        kernels, scale, inputs = self._kernels, self._spec.residual_scale, None
+        if self._token_inputs is not None:
+            inputs = self._token_inputs.of_tokens(token_ids)
         residual = self.embedding(token_ids, self._embedding_scale)
+        if self._token_inputs is not None and inputs is not None:
+            inputs = self._token_inputs.complete(inputs, residual)
         if self._positions is not None:
             residual = kernels.add(kernels.take_rows(self._positions, ropes[0].rows), residual)
         hidden_size = self._spec.hidden_size
@@ -121,6 +130,11 @@ class Decoder:
             delta = layer.mlp(normed)
             if layer.after_mlp is not None:
                 delta = layer.after_mlp(delta)
+            if layer.input is not None and inputs is not None:
+                residual = kernels.add(delta, residual, scale)
+                delta = layer.input(residual, inputs, index)
+            if layer.scalar is not None:
+                residual, delta = kernels.add(delta, residual, scale, layer.scalar), None
         if delta is not None:
             residual = kernels.add(delta, residual, scale)
         keep(self.num_layers)
@@ -143,14 +157,25 @@ class Decoder:
 
 def attention_shape(spec: DecoderSpec, layer: LayerSpec, kernels: Kernels) -> AttentionShape:
     """Return the shape of a layer's attention."""
+    sizes = layer.sizes or LayerSizes(spec.num_kv_heads, spec.head_size, spec.intermediate_size)
     return AttentionShape(
         spec.num_heads,
-        spec.num_kv_heads,
-        spec.head_size,
-        kernels.padded_head_size(spec.head_size),
+        sizes.num_kv_heads,
+        sizes.head_size,
+        kernels.padded_head_size(sizes.head_size),
         spec.attention_scale,
         layer.window,
         spec.attention_softcap,
+        layer.chunk,
+    )
+
+
+def layer_heads(spec: DecoderSpec) -> tuple[LayerHeads, ...]:
+    """Return what each layer keeps in the cache."""
+    sizes = [spec.sizes(index) for index in range(spec.num_layers)]
+    return tuple(
+        LayerHeads(each.num_kv_heads, each.head_size, layer.kv_of)
+        for each, layer in zip(sizes, spec.layers, strict=True)
     )
 
 

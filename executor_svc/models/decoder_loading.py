@@ -18,7 +18,7 @@ from executor_svc.models.adapters.places import AdaptingBuilder, ModelAdapters
 from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
 from executor_svc.models.checkpoint import SafetensorsWeights, Weights
 from executor_svc.models.config_fields import Fields
-from executor_svc.models.decoder import Decoder, is_ignored
+from executor_svc.models.decoder import Decoder, is_ignored, layer_heads
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.file_form import LAYERS
@@ -38,6 +38,7 @@ from executor_svc.models.quantized.round_to_nearest import RoundedSource, Roundi
 from executor_svc.models.quantized.saving import QuantizedFolder
 from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
 from executor_svc.models.spec import DecoderSpec, bias_names, linear_shapes
+from executor_svc.plan.description import LayerHeads
 
 _log = logging.getLogger(__name__)
 
@@ -161,10 +162,10 @@ def load_decoder(
         scales = None
         if device.kv_dtype != device.dtype:
             names = [f"{LAYERS}.{layer}.{spec.names.attention}" for layer in range(spec.num_layers)]
-            scales = read_scales(weights, folder, names, spec.num_kv_heads, device)
+            scales = read_scales(weights, folder, names, layer_heads(spec), device)
         builder: Builder = device if adapters is None else AdaptingBuilder(device, adapters)
         if ranks is not None:
-            builder = RankBuilder(builder, ranks, spec.vocab_size)
+            builder = RankBuilder(builder, ranks, spec)
             spec = spec_of(spec, ranks.share)
         with saved or nullcontext():
             with device.loading():
@@ -336,19 +337,20 @@ def _saved(
 
 
 def read_scales(
-    source: Weights, folder: Path, names: Sequence[str], num_kv_heads: int, device: Device
+    source: Weights, folder: Path, names: Sequence[str], heads: Sequence[LayerHeads], device: Device
 ) -> Sequence[KVScales | None]:
     """Return the scales of each layer's keys and values, for a cache in fp8, and log whether there are any."""
-    scales = read_kv_scales(source, folder, names, num_kv_heads, device.torch_device)
-    scaled = sum(each is not None for each in scales)
-    if scaled and scaled == len(scales):
+    scales = read_kv_scales(source, folder, names, heads, device.torch_device)
+    own = [scale for scale, layer in zip(scales, heads, strict=True) if layer.kv_of is None]
+    scaled = sum(each is not None for each in own)
+    if scaled and scaled == len(own):
         _log.info("keys and values are in fp8, with the scales of the checkpoint")
     else:
         _log.warning(
             "keys and values are in fp8: %s of the model have scales of keys and values (k_scale, v_scale) in the "
             "checkpoint; others are stored as they are, up to 448, which may cost accuracy (--kv-cache-dtype model "
             "keeps them in the model's dtype)",
-            f"{scaled} of {len(scales)} layers" if scaled else "no layers",
+            f"{scaled} of {len(own)} layers" if scaled else "no layers",
         )
     return scales
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +15,11 @@ from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.experts_weights import ExpertsWeights
 from executor_svc.models.file_form import FINAL_NORM, POSITIONS
 from executor_svc.models.layers.attention import Attention, HeadRows
+from executor_svc.models.layers.inputs import LayerInput, TokenInputs
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
 from executor_svc.models.layers.norm import LayerNorm, Norm, RmsNorm
 from executor_svc.models.linear_weight import LinearWeight, StoredPart, linear_weight, output_weight, qkv_weight
-from executor_svc.models.spec import HEAD, TABLE, DecoderSpec, mlp_rows, qkv_rows
+from executor_svc.models.spec import EMBEDDINGS, HEAD, LAYER_TABLE, TABLE, DecoderSpec, mlp_rows, qkv_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,9 @@ class LayerWeights:
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
+    input: LayerInput | None = None
+    scalar: Tensor | None = None
+    """[1]: what the layer's results are multiplied with."""
 
 
 class DecoderWeights:
@@ -50,7 +55,7 @@ class DecoderWeights:
 
     def embedding(self) -> Embedding:
         """Return the table of embeddings alone."""
-        return self._builder.prepare_embedding("embed_tokens", self._end(TABLE))
+        return self._builder.prepare_embedding(EMBEDDINGS, self._end(TABLE))
 
     def head(self) -> Linear:
         """Return the linear from hidden states to logits alone."""
@@ -83,7 +88,9 @@ class DecoderWeights:
         self, index: int, shape: AttentionShape, scales: KVScales | None, columns: int | None = None
     ) -> LayerWeights:
         """Return a layer; scales: of its keys and values; columns: of q, k and v, by default the hidden size."""
-        prefix, names = f"model.layers.{index}.", self._spec.names
+        prefix, names, scalar = f"model.layers.{index}.", self._spec.names, None
+        if self._spec.layer_scalars:
+            scalar = self._weights.get(f"{prefix}layer_scalar", (1,))
         return LayerWeights(
             before_attention=self._norm_if(prefix, names.before_attention),
             attention=self._attention(prefix, index, shape, scales, columns or self._spec.hidden_size),
@@ -91,6 +98,41 @@ class DecoderWeights:
             before_mlp=self._norm_if(prefix, names.before_mlp),
             mlp=self._mlp(prefix, index),
             after_mlp=self._norm_if(prefix, names.after_mlp),
+            input=self._layer_input(prefix),
+            scalar=scalar,
+        )
+
+    def token_inputs(self) -> TokenInputs | None:
+        """Return what makes the inputs of layers; None: they have none."""
+        spec, inputs, builder = self._spec, self._spec.layer_inputs, self._builder
+        if inputs is None:
+            return None
+        columns, dtype = spec.num_layers * inputs.size, builder.dtype
+        table = linear_weight([self._weights.open_linear(LAYER_TABLE, (inputs.vocab_size, columns))], dtype)
+        projection = self._weights.open_linear(inputs.from_embedding, (columns, spec.hidden_size))
+        return TokenInputs(
+            builder.prepare_embedding("embed_tokens_per_layer", table),
+            float(torch.tensor(math.sqrt(inputs.size), dtype=dtype)),
+            builder.prepare_linear("layer_inputs", linear_weight([projection], dtype)),
+            self._norm_weight(inputs.from_embedding_norm, inputs.size),
+            spec.norm_eps,
+            builder.kernels,
+        )
+
+    def _layer_input(self, prefix: str) -> LayerInput | None:
+        spec, inputs, builder = self._spec, self._spec.layer_inputs, self._builder
+        if inputs is None:
+            return None
+        shapes = {inputs.gate: (inputs.size, spec.hidden_size), inputs.projection: (spec.hidden_size, inputs.size)}
+        gate, projection = (
+            builder.prepare_linear(
+                "layer_input", linear_weight([self._weights.open_linear(prefix + name, shape)], builder.dtype)
+            )
+            for name, shape in shapes.items()
+        )
+        assert spec.activation == "gelu_tanh"
+        return LayerInput(
+            gate, projection, self.norm(prefix + inputs.norm, spec.hidden_size), spec.activation, builder.kernels
         )
 
     def _norm_if(self, prefix: str, name: str | None) -> Norm | None:
@@ -116,13 +158,13 @@ class DecoderWeights:
         self, prefix: str, index: int, shape: AttentionShape, scales: KVScales | None, columns: int
     ) -> Attention:
         spec, dtype, names = self._spec, self._builder.dtype, self._spec.names
-        rows = qkv_rows(spec)
-        heads = self._head_rows(shape)
+        rows = qkv_rows(spec, index)
+        heads = self._head_rows(shape, len(rows))
         qkv = qkv_weight(self._linears(prefix, rows, columns), dtype, heads)
         qkv_bias = output_bias = sinks = None
         if spec.qkv_bias:
             qkv_bias = torch.cat([put(bias) for put, bias in zip(heads, self._biases(prefix, rows), strict=True)])
-        stored = self._weights.open_linear(prefix + names.output, (spec.hidden_size, spec.num_heads * spec.head_size))
+        stored = self._weights.open_linear(prefix + names.output, (spec.hidden_size, spec.num_heads * shape.head_size))
         output = output_weight(stored, dtype, shape, self._builder.torch_device)
         if spec.output_bias:
             output_bias = self._bias(prefix + names.output, spec.hidden_size)
@@ -132,40 +174,47 @@ class DecoderWeights:
             shape,
             self._builder.prepare_linear("attention.qkv", qkv, qkv_bias),
             self._builder.prepare_linear("attention.output", output, output_bias),
-            self._head_norms(prefix, shape),
+            self._head_norms(prefix, index, shape),
             scales,
             self._builder.kernels,
             sinks,
         )
 
-    def _head_rows(self, shape: AttentionShape) -> list[HeadRows]:
+    def _head_rows(self, shape: AttentionShape, count: int) -> list[HeadRows]:
         """Return what becomes of the rows of each stored linear of q, k and v."""
-        count, pairs = len(self._spec.names.qkv), self._spec.rotary_pairs
-        assert count == 3 or not pairs, "pairs are of q and k alone"
+        pairs = self._spec.rotary_pairs
+        assert len(self._spec.names.qkv) == 3 or not pairs, "pairs are of q and k alone"
         rows = HeadRows(shape.head_size, shape.padded_head_size, 0)
         return [replace(rows, pairs=pairs if index < 2 else 0) for index in range(count)]
 
-    def _head_norms(self, prefix: str, shape: AttentionShape) -> HeadNorms | None:
-        spec = self._spec
-        if spec.head_norms is None:
+    def _head_norms(self, prefix: str, index: int, shape: AttentionShape) -> HeadNorms | None:
+        spec, layer = self._spec, self._spec.layers[index]
+        if spec.head_norms is None or not layer.head_norms:
             return None
-        all_heads = spec.head_norms == "all heads"
-        rows = HeadRows(spec.head_size, shape.padded_head_size if all_heads else spec.head_size, spec.rotary_pairs)
-        sizes = [
-            count * spec.head_size if all_heads else spec.head_size for count in (spec.num_heads, spec.num_kv_heads)
+        size, padded, all_heads = shape.head_size, shape.padded_head_size, spec.head_norms == "all heads"
+        rows = HeadRows(size, padded if all_heads else size, spec.rotary_pairs)
+        names, counts = (spec.names.q_norm, spec.names.k_norm), (shape.num_heads, shape.num_kv_heads)
+        if not spec.head_norm_weights:
+            ones = torch.ones(size, dtype=torch.float32, device=self._builder.torch_device)
+            return HeadNorms(ones, ones, spec.norm_eps, spec.head_norms)
+        weights = [
+            rows(self._norm_weight(prefix + name, count * size if all_heads else size))
+            for name, count in zip(names[: 1 if layer.kv_of is not None else 2], counts, strict=False)
         ]
-        names = spec.names.q_norm, spec.names.k_norm
-        q, k = (rows(self._norm_weight(prefix + name, size)) for name, size in zip(names, sizes, strict=True))
-        return HeadNorms(q, k, spec.norm_eps, spec.head_norms)
+        value = torch.zeros(padded, dtype=weights[0].dtype, device=weights[0].device) if spec.value_norm else None
+        if value is not None:
+            value[:size] = 1.0
+        return HeadNorms(weights[0], weights[-1], spec.norm_eps, spec.head_norms, value)
 
     def _mlp(self, prefix: str, index: int) -> Mlp:
         spec, dtype, builder = self._spec, self._builder.dtype, self._builder
         experts = spec.layers[index].experts
         if experts is not None:
             return ExpertsWeights(spec, self._weights, builder).layer(prefix, experts)
-        rows, down_name = mlp_rows(spec), prefix + spec.names.down
+        rows, down_name = mlp_rows(spec, index), prefix + spec.names.down
         into = linear_weight(self._linears(prefix, rows, spec.hidden_size), dtype)
-        down = linear_weight([self._weights.open_linear(down_name, (spec.hidden_size, spec.intermediate_size))], dtype)
+        down_shape = (spec.hidden_size, spec.sizes(index).intermediate_size)
+        down = linear_weight([self._weights.open_linear(down_name, down_shape)], dtype)
         into_bias = down_bias = None
         if spec.mlp_bias:
             into_bias = torch.cat(self._biases(prefix, rows))

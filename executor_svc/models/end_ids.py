@@ -1,4 +1,7 @@
-"""The token ids that end a text by a folder's files: config.json, generation_config.json and the tokenizer's own."""
+"""The token ids that mean something else than text by a folder's files: ends of texts, and images.
+
+Ends are those of config.json, generation_config.json and the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from executor_svc.models.folder import read_json, token_ids_of
 
 FILES = ("config.json", "generation_config.json")
+_MEDIA = ("image", "audio", "video")
 _TOKENIZER_CONFIG, _TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 
 
@@ -19,6 +23,12 @@ def end_ids(folder: Path, files: dict[str, dict[str, Any]]) -> list[int]:
     """
     own = _tokenizer_eos(folder)
     return sorted({*token_ids_of(folder, files, "eos_token_id"), *([] if own is None else [own])})
+
+
+def media_ids(content: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Return the ids below vocab_size that stand for images, audio or video, ascending; content: of config.json."""
+    found = (content.get(f"{kind}_token_{ending}") for kind in _MEDIA for ending in ("id", "index"))
+    return tuple(sorted({each for each in found if type(each) is int and 0 <= each < vocab_size}))
 
 
 def _tokenizer_eos(folder: Path) -> int | None:

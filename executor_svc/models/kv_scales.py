@@ -17,6 +17,7 @@ from cadenza_common.brief import brief
 from executor_svc.device.kernels import KVScales
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.folder import LoaderError, read_json
+from executor_svc.plan.description import LayerHeads
 
 _KEY_SCALES = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale")
 _VALUE_SCALES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale")
@@ -74,15 +75,20 @@ def wants_fp8_kv_cache(folder: Path, content: dict[str, Any]) -> bool:
 
 
 def read_kv_scales(
-    source: ScaleSource, folder: Path, prefixes: Sequence[str], num_kv_heads: int, device: torch.device
+    source: ScaleSource, folder: Path, prefixes: Sequence[str], heads: Sequence[LayerHeads], device: torch.device
 ) -> tuple[KVScales | None, ...]:
     """Return the scales of each layer, on the device, None without scales; prefixes: names of the layers' attention.
 
+    A layer that reads the keys and values of another one has none.
+
     Raises LoaderError, naming the folder, if a layer has scales of keys or of values only.
     """
-    found = []
-    for prefix in prefixes:
-        keys, values = _layer_scales(source, prefix, num_kv_heads)
+    found: list[KVScales | None] = []
+    for prefix, layer in zip(prefixes, heads, strict=True):
+        if layer.kv_of is not None:
+            found.append(None)
+            continue
+        keys, values = _layer_scales(source, prefix, layer.num_kv_heads)
         if (keys is None) != (values is None):
             there, missing = ("v_scale", "k_scale") if keys is None else ("k_scale", "v_scale")
             raise LoaderError(f"model folder {folder}: {prefix} has a {there} and no {missing}: both are needed")

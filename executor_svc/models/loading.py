@@ -24,7 +24,7 @@ from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.adapters.reading import BaseTable
 from executor_svc.models.base import CausalLM, ModelConfigError
 from executor_svc.models.config_fields import Fields
-from executor_svc.models.decoder import Decoder
+from executor_svc.models.decoder import Decoder, layer_heads
 from executor_svc.models.decoder_loading import (
     Checkpoint,
     Ends,
@@ -37,7 +37,7 @@ from executor_svc.models.decoder_loading import (
     read_scales,
     settle_spec,
 )
-from executor_svc.models.end_ids import end_ids
+from executor_svc.models.end_ids import end_ids, media_ids
 from executor_svc.models.folder import LoaderError, read_json, token_ids_of, tokenizer_of
 from executor_svc.models.gguf.config_content import special_token_ids
 from executor_svc.models.kv_scales import wants_fp8_kv_cache
@@ -70,6 +70,8 @@ class LoadedModel:
     """Whether a token's keys and values depend only on it and the tokens before it."""
     recordable: bool = True
     """Whether all of the model's operations are the device's: `ModelRunner` runs it, else `EagerRunner`."""
+    media_token_ids: tuple[int, ...] = ()
+    """Those that stand for images, audio or video in prompts, which the model does not take here."""
     adapters: ModelAdapters | None = None
     """The places of its adapters; None: it has none."""
     base_table: BaseTable | None = None
@@ -98,7 +100,11 @@ class LoadedModel:
         shape, size = self.model.attention_shapes[0], self.ranks.share.size
         own_bytes = self.geometry.weight_bytes // size
         return replace(
-            self.geometry, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, weight_bytes=own_bytes
+            self.geometry,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            weight_bytes=own_bytes,
+            layer_heads=self.model.layer_heads,
         )
 
 
@@ -170,7 +176,14 @@ def _load_own(
     _check_activations(config, device)
     geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
     model_type = _model_type(checkpoint.content)
-    geometry = replace(geometry, model_type=model_type, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
+    geometry = replace(
+        geometry,
+        model_type=model_type,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        layer_heads=layer_heads(spec),
+    )
     _probe(device, max(config.max_num_batched_tokens, config.max_num_seqs))
     return LoadedModel(
         model=model,
@@ -181,6 +194,7 @@ def _load_own(
         weights_digest=weights.digest(),
         spec_digest=spec.digest(max_model_len),
         shares_prefixes=spec.shares_prefixes(max_model_len),
+        media_token_ids=media_ids(checkpoint.content, geometry.vocab_size),
         adapters=adapters,
         base_table=partial(open_table, config, device, checkpoint, spec),
         ranks=ranks,
@@ -229,8 +243,7 @@ def load_through_transformers(
     model, digest = built.model, built.weights_digest
     if device.kv_dtype != device.dtype:
         source = folder_weights(config, device, folder, content)
-        num_kv_heads = model.attention_shapes[0].num_kv_heads
-        model.kv_scales = read_scales(source, folder, built.attention_names, num_kv_heads, device)
+        model.kv_scales = read_scales(source, folder, built.attention_names, model.layer_heads, device)
         digest = hashlib.sha256(digest + source.digest()).digest()
     geometry = _geometry(config, architecture, model, built.hidden_size, max_model_len, device, built.num_parameters)
     return LoadedModel(
@@ -293,6 +306,7 @@ def _geometry(
         weight_bytes=num_parameters * device.dtype.itemsize - device.few_bits.saved_bytes,
         weights=device.few_bits.described(str(device.dtype).removeprefix("torch.")),
         windows=model.windows,
+        layer_heads=model.layer_heads,
     )
 
 

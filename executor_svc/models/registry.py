@@ -12,12 +12,14 @@ from executor_svc.models.families.ernie import read_ernie
 from executor_svc.models.families.exaone import read_exaone4
 from executor_svc.models.families.falcon import read_falcon
 from executor_svc.models.families.gemma import read_gemma2, read_gemma3
+from executor_svc.models.families.gemma4 import read_gemma4
 from executor_svc.models.families.glm4 import read_glm4
 from executor_svc.models.families.gpt2 import is_opt_of_one_width, read_gpt2, read_opt
 from executor_svc.models.families.gpt_oss import read_gpt_oss
 from executor_svc.models.families.granite import read_granite, read_granite_4, read_granite_swa
 from executor_svc.models.families.hunyuan import read_hunyuan
 from executor_svc.models.families.llama import read_llama, read_seed_oss, read_smollm3
+from executor_svc.models.families.llama4 import read_llama4
 from executor_svc.models.families.mimo import read_mimo
 from executor_svc.models.families.mistral import read_ministral3, read_mistral
 from executor_svc.models.families.mixtures import (
@@ -38,7 +40,12 @@ from executor_svc.models.families.phi import has_plain_heads, read_phi
 from executor_svc.models.families.phi3 import read_phi3
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
 from executor_svc.models.families.starcoder import read_starcoder2
-from executor_svc.models.families.wrapped import read_gemma3_wrapped, read_mistral3_wrapped
+from executor_svc.models.families.wrapped import (
+    read_gemma3_wrapped,
+    read_gemma4_wrapped,
+    read_llama4_wrapped,
+    read_mistral3_wrapped,
+)
 from executor_svc.models.spec import DecoderSpec
 
 ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
@@ -53,6 +60,8 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Gemma2ForCausalLM": read_gemma2,
     "Gemma3ForCausalLM": read_gemma3,
     "Gemma3ForConditionalGeneration": read_gemma3_wrapped,
+    "Gemma4ForCausalLM": read_gemma4,
+    "Gemma4ForConditionalGeneration": read_gemma4_wrapped,
     "Glm4ForCausalLM": read_glm4,
     "Glm4MoeForCausalLM": read_glm4_moe,
     "GptOssForCausalLM": read_gpt_oss,
@@ -62,6 +71,8 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "GraniteSWAForCausalLM": read_granite_swa,
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
+    "Llama4ForCausalLM": read_llama4,
+    "Llama4ForConditionalGeneration": read_llama4_wrapped,
     "LlamaForCausalLM": read_llama,
     "MiMoForCausalLM": read_mimo,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
@@ -105,6 +116,8 @@ _MODEL_TYPES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
@@ -117,6 +130,8 @@ _MODEL_TYPES = {
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4": "Llama4ForConditionalGeneration",
+    "llama4_text": "Llama4ForCausalLM",
     "mimo": "MiMoForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from executor_svc.device.experts import Router
 from executor_svc.device.kernels import HeadNormKind
@@ -14,11 +14,15 @@ from executor_svc.models.file_form import TABLE as TABLE
 from executor_svc.models.file_form import FileForm
 from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.layers.mlp import Activation
-from executor_svc.models.layers.rope import RopeConfig
+from executor_svc.models.layers.rope import LATER, QueryScaling, RopeConfig
 from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
 
 MTP_LAYERS_FIELD = "num_nextn_predict_layers"
 """Of config.json: the number of layers of a head of multi-token prediction."""
+LAYER_TABLE = "model.embed_tokens_per_layer"
+"""The name of the table of inputs of layers in checkpoints."""
+EMBEDDINGS = "embed_tokens"
+"""The table of embeddings for `models.base.Builder`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,34 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """The sizes that may differ between layers."""
+
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """An input of each layer beside the hidden states, of `size` numbers (Gemma 3n, Gemma 4).
+
+    It is made of the token's row of a table and a projection of its embedding, and added at the layer's end.
+    """
+
+    size: int
+    vocab_size: int
+    """Rows of the table."""
+    gate: str = "per_layer_input_gate"
+    """Modules of a layer by their names in checkpoints."""
+    projection: str = "per_layer_projection"
+    norm: str = "post_per_layer_input_norm"
+    from_embedding: str = "model.per_layer_model_projection"
+    """A linear for all layers."""
+    from_embedding_norm: str = "model.per_layer_projection_norm"
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The parameters that may differ between layers."""
 
@@ -101,6 +133,16 @@ class LayerSpec:
     those of models without stay as they were."""
     experts: ExpertsSpec | None = None
     """None: the layer has the model's MLP."""
+    chunk: int | None = field(default=None, repr=False, metadata=LATER)
+    """Positions of a chunk: a token attends to those of its own chunk; None: there are no chunks."""
+    sizes: LayerSizes | None = field(default=None, repr=False, metadata=LATER)
+    """None: those of the whole model."""
+    values_are_keys: bool = field(default=False, repr=False, metadata=LATER)
+    """Whether values are the keys before their norm and rotation: there is no linear for them."""
+    kv_of: int | None = field(default=None, repr=False, metadata=LATER)
+    """Index of an earlier layer of the same heads, whose keys and values it reads; None: it has its own."""
+    head_norms: bool = field(default=True, repr=False, metadata=LATER)
+    """Whether it has the norms of heads that the model has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +207,13 @@ class DecoderSpec:
     attention_softcap: float | None = None
     logits_softcap: float | None = None
 
+    head_norm_weights: bool = field(default=True, repr=False, metadata=LATER)
+    """Whether the norms of heads have weights."""
+    value_norm: bool = field(default=False, repr=False, metadata=LATER)
+    """Whether values are divided by the root mean square of their head."""
+    layer_scalars: bool = field(default=False, repr=False, metadata=LATER)
+    """Whether each layer's results are multiplied with a number, `layer_scalar` in checkpoints."""
+    layer_inputs: LayerInputs | None = field(default=None, repr=False, metadata=LATER)
     head_bias: bool = field(default=False, repr=False)
     """Whether logits have a bias. Not in the digest, as this and the following add tensors to that of the weights."""
     positions: LearnedPositions | None = field(default=None, repr=False)
@@ -196,6 +245,11 @@ class DecoderSpec:
         """The number of elements of embedding, head and linears: nearly all of the weights."""
         return sum(rows * columns for _, (rows, columns) in linear_shapes(self))
 
+    def sizes(self, index: int) -> LayerSizes:
+        """Return the sizes of a layer."""
+        own = self.layers[index].sizes
+        return own or LayerSizes(self.num_kv_heads, self.head_size, self.intermediate_size)
+
     def num_rotary_elements(self, max_model_len: int) -> int:
         """Return the number of elements of the rotary tables."""
         tables = {rope for rope in self._ropes if not isinstance(rope.scaling, DynamicScaling)}
@@ -218,33 +272,60 @@ class DecoderSpec:
         """Return sha256 over everything, besides the tensors, that the computation depends on."""
         scalings = [rope.scaling for rope in self._ropes]
         lists = [scaling.is_long(max_model_len) for scaling in scalings if isinstance(scaling, LongScaling)]
-        return hashlib.sha256(repr((self, lists)).encode()).digest()
+        later = [each for part in (self, *self.layers, *self._query_scalings) for each in _later_values(part)]
+        return hashlib.sha256(repr((self, lists, later) if later else (self, lists)).encode()).digest()
+
+    @property
+    def _query_scalings(self) -> list[QueryScaling]:
+        return [rope.query_scaling for rope in self._ropes if rope.query_scaling is not None]
+
+
+def _later_values(part: Any) -> list[tuple[str, Any]]:
+    """Return the fields of `LATER` with other values than their defaults."""
+    later = (each for each in fields(part) if each.metadata == LATER)
+    return [(each.name, value) for each in later if (value := getattr(part, each.name)) != each.default]
 
 
 def bias_names(spec: DecoderSpec) -> list[list[list[str]]]:
     """Return the names of biases that the model may have: of attention and MLP, of each linear, of each layer."""
-    names = spec.names
-    attention = [*(names.qkv if spec.qkv_bias else ()), *([names.output] if spec.output_bias else [])]
-    mlp = [*names.into_mlp, names.down] if spec.mlp_bias else []
-    layers = range(spec.num_layers)
-    return [[[f"model.layers.{layer}.{name}.bias" for layer in layers] for name in kind] for kind in (attention, mlp)]
+    names, layers = spec.names, range(spec.num_layers)
+    qkv = [[index for index in layers if name in qkv_rows(spec, index)] for name in names.qkv]
+    attention = list(zip(names.qkv, qkv, strict=True)) if spec.qkv_bias else []
+    attention += [(names.output, list(layers))] if spec.output_bias else []
+    mlp = [(name, list(layers)) for name in (*names.into_mlp, names.down)] if spec.mlp_bias else []
+    return [
+        [[f"model.layers.{layer}.{name}.bias" for layer in found] for name, found in kind if found]
+        for kind in (attention, mlp)
+    ]
 
 
 def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name and shape [rows, columns] of each weight with two dimensions."""
-    hidden, names, layer = spec.hidden_size, spec.names, dict[str, tuple[int, int]]()
-    layer |= {name: (rows, hidden) for name, rows in qkv_rows(spec).items()}
-    layer[names.output] = (hidden, spec.num_heads * spec.head_size)
-    mlp = {name: (rows, hidden) for name, rows in mlp_rows(spec).items()} | {
-        names.down: (hidden, spec.intermediate_size)
-    }
+    hidden, inputs = spec.hidden_size, spec.layer_inputs
     yield f"{TABLE}.weight", (spec.vocab_size, hidden)
     if not spec.tied:
         yield f"{HEAD}.weight", (spec.vocab_size, hidden)
-    for index, each in enumerate(spec.layers):
-        own = mlp if each.experts is None else dict(expert_shapes(each.experts, hidden))
-        for name, shape in (layer | own).items():
+    if inputs is not None:
+        yield f"{LAYER_TABLE}.weight", (inputs.vocab_size, spec.num_layers * inputs.size)
+        yield f"{inputs.from_embedding}.weight", (spec.num_layers * inputs.size, hidden)
+    for index in range(spec.num_layers):
+        for name, shape in _layer_shapes(spec, index).items():
             yield f"model.layers.{index}.{name}.weight", shape
+
+
+def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
+    hidden, names, inputs, sizes = spec.hidden_size, spec.names, spec.layer_inputs, spec.sizes(index)
+    found = {name: (rows, hidden) for name, rows in qkv_rows(spec, index).items()}
+    found[names.output] = (hidden, spec.num_heads * sizes.head_size)
+    experts = spec.layers[index].experts
+    if experts is not None:
+        found |= dict(expert_shapes(experts, hidden))
+    else:
+        found |= {name: (rows, hidden) for name, rows in mlp_rows(spec, index).items()}
+        found[names.down] = (hidden, sizes.intermediate_size)
+    if inputs is not None:
+        found |= {inputs.gate: (inputs.size, hidden), inputs.projection: (hidden, inputs.size)}
+    return found
 
 
 def expert_shapes(experts: ExpertsSpec, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -264,16 +345,19 @@ def into_rows(names: tuple[str, ...], size: int) -> dict[str, int]:
     return _rows(names, (size, size))
 
 
-def qkv_rows(spec: DecoderSpec) -> dict[str, int]:
-    """Return the rows of the linears of q, k and v by their names in a layer."""
-    q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-    return _rows(spec.names.qkv, (q, kv, kv))
+def qkv_rows(spec: DecoderSpec, index: int) -> dict[str, int]:
+    """Return the rows of a layer's linears of q, k and v by their names in it: of those that it has."""
+    layer, sizes = spec.layers[index], spec.sizes(index)
+    q, kv = spec.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
+    if layer.kv_of is not None:
+        return _rows(spec.names.qkv, (q,))
+    return _rows(spec.names.qkv, (q, kv) if layer.values_are_keys else (q, kv, kv))
 
 
-def mlp_rows(spec: DecoderSpec) -> dict[str, int]:
-    """Return the rows of the linears that the MLP begins with by their names in a layer."""
-    return _rows(spec.names.into_mlp, (spec.intermediate_size,) * (2 if spec.gated_mlp else 1))
+def mlp_rows(spec: DecoderSpec, index: int) -> dict[str, int]:
+    """Return the rows of the linears that a layer's MLP begins with by their names in it."""
+    return _rows(spec.names.into_mlp, (spec.sizes(index).intermediate_size,) * (2 if spec.gated_mlp else 1))
 
 
 def _rows(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
-    return dict(zip(names, rows, strict=True)) if len(names) == len(rows) else {names[0]: sum(rows)}
+    return dict(zip(names, rows, strict=False)) if len(names) >= len(rows) else {names[0]: sum(rows)}

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from executor_svc.models.file_form import HEAD, LAYERS, FileForm
 
 _PREFIX = "model."
+_OTHER_PARTS = ("vision", "audio")
+"""Words in the names of other parts of a checkpoint, which may have layers with the same modules."""
 _LLAMA = FileForm()
 
 
@@ -25,6 +27,7 @@ def decoder_names(stored: Iterable[str], first: str = "input_layernorm", form: F
     layers = re.escape(form.layers)
     pattern = re.compile(rf"(?P<prefix>(?:.+\.)?){layers}\.0\.{re.escape(first)}\.weight", re.DOTALL)
     found = {match["prefix"] for name in names if (match := pattern.fullmatch(name))}
+    found = {prefix for prefix in found if not any(word in prefix for word in _OTHER_PARTS)}
     if (_PREFIX in found and form.parts == _LLAMA.parts) or len(found) != 1:
         return dict(zip(names, names, strict=True))
     (prefix,) = found

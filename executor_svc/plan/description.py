@@ -15,6 +15,16 @@ from executor_svc.plan.limits import GroupShape, Limits
 
 
 @dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """What a layer keeps in the cache."""
+
+    num_kv_heads: int
+    head_size: int
+    kv_of: int | None = None
+    """Index of an earlier layer whose keys and values it reads; None: it has its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGeometry:
     """Sizes of a loaded model."""
 
@@ -41,6 +51,8 @@ class ModelGeometry:
     """What weights in few bits are in, as "Q4_1 with 8-bit activations"; empty: all are in dtype."""
     windows: tuple[int | None, ...] = ()
     """Of each layer: how many of the last positions it reads; None: all. Empty: all layers read all."""
+    layer_heads: tuple[LayerHeads, ...] = ()
+    """Of each layer; empty: all have num_kv_heads of head_size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,11 @@ class ModelFacts(Protocol):
 
     @property
     def bos_token_id(self) -> int | None: ...
+
+    @property
+    def media_token_ids(self) -> tuple[int, ...]:
+        """Those that stand for images, audio or video in prompts, which the model does not take here."""
+        ...
 
     @property
     def tokenizer(self) -> str:

@@ -36,6 +36,7 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
         device=description.device,
         version=description.version,
         grammar=_grammar(description.grammar),
+        media_token_ids=loaded.media_token_ids,
         default_sampling=types_pb2.SamplingParams(**description.default_sampling),  # type: ignore[arg-type]
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cadenza_common.gguf.file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
-from executor_svc.models.end_ids import end_ids
+from executor_svc.models.end_ids import end_ids, media_ids
 from executor_svc.models.folder import LoaderError, gguf_of, looks_like_path, read_json, token_ids_of, tokenizer_of
 from executor_svc.models.gguf.config_content import config_content, special_token_ids
 from executor_svc.plan.description import Fingerprint, ModelGeometry
@@ -27,6 +27,7 @@ class SimulatedModel:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     tokenizer: str
+    media_token_ids: tuple[int, ...] = ()
 
 
 def simulated_model(config: ExecutorConfig) -> SimulatedModel:
@@ -54,6 +55,7 @@ def simulated_model(config: ExecutorConfig) -> SimulatedModel:
         eos_token_ids=_eos(config, set(_ends(folder, files, gguf)), vocab_size),
         bos_token_id=bos[0] if bos else None,
         tokenizer=tokenizer,
+        media_token_ids=media_ids(content, vocab_size),
     )
 
 

@@ -45,6 +45,7 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         is_exact=message.fingerprint.mode == types_pb2.NUMERICS_MODE_EXACT,
         numerics=_numerics(message.fingerprint),
         model_type=model.model_type,
+        media_token_ids=frozenset(message.media_token_ids),
         default_sampling=message.default_sampling.SerializeToString(),
         gives_prompt_logprobs=pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS in message.features,
         has_logits_processors=pb.EXECUTOR_FEATURE_LOGITS_PROCESSORS in message.features,

@@ -46,6 +46,8 @@ class ModelDescription:
     """The parts of the fingerprint as (name, value), to say what differs."""
     model_type: str = ""
     """The kind of model by its config.json; empty: none."""
+    media_token_ids: frozenset[int] = frozenset()
+    """Those that stand for images, audio or video in prompts, which it does not take."""
     default_sampling: bytes = b""
     """Sampling parameters that the model's files suggest, as a serialized SamplingParams, opaque to the engine."""
     gives_prompt_logprobs: bool = True

@@ -33,6 +33,7 @@ from scheduler_svc.requests.tokenizer import MAX_PROMPT_TOKENS, Tokenizer, TooMa
 
 _CONTEXT_TOKENS = 6
 """Number of prompt tokens that a text stream starts from, so that a word's leading space is as in the prompt's text."""
+_MEDIA = "stands for an image, audio or video: this server takes text alone of the model"
 _NO_TOKENIZER = (
     "the model has no tokenizer: send token ids (cadenza generate --ids 5,6,7; prompt_token_ids in Python), or start "
     "the server with --tokenizer"
@@ -96,12 +97,19 @@ class RequestBuilder:
             if part.token_ids is None:
                 self._check_part(part, f"prompt[{index}]")
             else:
-                yield from self.check_ids_in_slices(part.token_ids, f"prompt[{index}].tokens.ids")
+                yield from self.check_ids_in_slices(
+                    part.token_ids, f"prompt[{index}].tokens.ids", self._model.media_token_ids
+                )
 
-    def check_ids_in_slices(self, token_ids: Sequence[int], path: str) -> Work[None]:
-        """Check that the ids are in the model's vocabulary; raises RequestRejectedError."""
+    def check_ids_in_slices(
+        self, token_ids: Sequence[int], path: str, media: frozenset[int] = frozenset()
+    ) -> Work[None]:
+        """Check that the ids are in the model's vocabulary, and none is of `media`; raises RequestRejectedError."""
         vocab_size, first = self._model.vocab_size, 0
         for part in slices_of(token_ids):
+            if not media.isdisjoint(part):
+                index = next(index for index, token_id in enumerate(part) if token_id in media)
+                raise RequestRejectedError(f"{path}[{first + index}]", f"token id {part[index]} {_MEDIA}")
             if max(part) >= vocab_size:
                 index = next(index for index, token_id in enumerate(part) if token_id >= vocab_size)
                 raise RequestRejectedError(
@@ -268,10 +276,14 @@ class RequestBuilder:
         return self._check_known_ids(token_ids, path)
 
     def _check_known_ids(self, token_ids: list[int], path: str) -> list[int]:
-        """Check ids of text: a tokenizer may have added tokens beyond the model's vocabulary."""
-        largest = max(token_ids, default=0)
+        """Check ids of text: it may name images, and a tokenizer have added tokens beyond the model's vocabulary."""
+        largest, media = max(token_ids, default=0), self._model.media_token_ids
+        assert self.tokenizer is not None, "checked before"
+        if not media.isdisjoint(token_ids):
+            found = next(token_id for token_id in token_ids if token_id in media)
+            text = self.tokenizer.token_text(found)
+            raise RequestRejectedError(path, f"holds {text!r}, which {_MEDIA}")
         if largest >= self._model.vocab_size:
-            assert self.tokenizer is not None, "checked before"
             raise RequestRejectedError(
                 path,
                 f"holds {self.tokenizer.token_text(largest)!r}, whose token id {largest} is not below the vocabulary "

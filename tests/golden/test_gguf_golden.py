@@ -94,6 +94,18 @@ CASES = {
     "cohere2": Case("cohere2"),
     "ernie4_5": Case("ernie4_5", shape=HEADS),
     "exaone4": Case("exaone4", shape=HEADS),
+    "gemma4": Case(
+        "gemma4_text",
+        mixed,
+        {
+            **HEADS,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 160,
+            "attention_bias": False,
+            "intermediate_size": 64,
+        },
+    ),
     "glm4": Case("glm4", mixed, HEADS),
     "hunyuan": Case("hunyuan_v1_dense", shape=HEADS),
     "ministral3": Case("ministral3", mixed, HEADS),

@@ -80,6 +80,8 @@ def check_greedy(folder: Path, reference: Path, **options: Any) -> None:
 
 WRAPPED = [
     ("gemma3_text", "gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", "language_model."),
+    ("gemma4_text", "gemma4", "Gemma4ForConditionalGeneration", "model.language_model.", ""),
+    ("llama4_text", "llama4", "Llama4ForConditionalGeneration", "language_model.model.", "language_model."),
     ("mistral", "mistral3", "Mistral3ForConditionalGeneration", "language_model.model.", "language_model."),
     ("ministral3", "mistral3", "Mistral3ForConditionalGeneration", "model.language_model.", ""),
 ]
@@ -96,6 +98,7 @@ def test_text_part_of_models_for_images(
                for key, value in tensors.items()}  # fmt: skip
     others = "model." if prefix.startswith("model.") else ""
     renamed[f"{others}vision_tower.encoder.layers.0.layer_norm1.weight"] = torch.ones(3)
+    renamed[f"{others}vision_tower.encoder.layers.0.input_layernorm.weight"] = torch.ones(3)
     renamed[f"{others}multi_modal_projector.linear.weight"] = torch.ones(3, 3)
     save_file(renamed, wrapped / "model.safetensors", metadata={"format": "pt"})
     text = json.loads((folder / "config.json").read_text())

@@ -218,6 +218,7 @@ class DescribeResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
+    MEDIA_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; 1."""
     incarnation: _builtins.int
@@ -262,6 +263,12 @@ class DescribeResponse(_message.Message):
     def default_sampling(self) -> _types_pb2.SamplingParams:
         """Sampling parameters that the model's own files suggest, for requests that do not say otherwise."""
 
+    @_builtins.property
+    def media_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that stand for images, audio or video in prompts, which the model does not take here: prompts with one are
+        refused.
+        """
+
     def __init__(
         self,
         *,
@@ -279,10 +286,11 @@ class DescribeResponse(_message.Message):
         version: _builtins.str = ...,
         grammar: Global___GrammarEngine | None = ...,
         default_sampling: _types_pb2.SamplingParams | None = ...,
+        media_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "default_sampling", b"default_sampling", "fingerprint", b"fingerprint", "grammar", b"grammar", "kv", b"kv", "limits", b"limits", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "default_sampling", b"default_sampling", "device", b"device", "eos_token_ids", b"eos_token_ids", "features", b"features", "fingerprint", b"fingerprint", "grammar", b"grammar", "incarnation", b"incarnation", "kv", b"kv", "limits", b"limits", "model", b"model", "protocol_version", b"protocol_version", "tokenizer", b"tokenizer", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "default_sampling", b"default_sampling", "device", b"device", "eos_token_ids", b"eos_token_ids", "features", b"features", "fingerprint", b"fingerprint", "grammar", b"grammar", "incarnation", b"incarnation", "kv", b"kv", "limits", b"limits", "media_token_ids", b"media_token_ids", "model", b"model", "protocol_version", b"protocol_version", "tokenizer", b"tokenizer", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -9,7 +9,7 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.functions import exp, tanh, where
 from executor_svc.cpu.kernels.norm import each_piece
-from executor_svc.device.kernels import GatedActivation, PlainActivation
+from executor_svc.device.kernels import FactorActivation, GatedActivation, PlainActivation
 
 ROWS_AT_ONCE = 2
 _GELU_SCALE = 2 * math.sqrt(2 / math.pi)
@@ -105,6 +105,32 @@ def plain(code: Code, activation: PlainActivation, dtype: Dtype, width: int) -> 
     return code.kernel(f"plain_{activation}_{dtype}_{width}", 4, body)
 
 
+def activate_times(code: Code, activation: FactorActivation, dtype: Dtype, width: int, factor_width: int) -> str:
+    """Add the kernel y = activation(x) * factors; returns its name.
+
+    Items: one for each ROWS_AT_ONCE rows. Arguments: rows, x [rows, width], the address of the first factor of rows
+    [factor_width], y [rows, width].
+    """
+    size, activate = ITEM_BYTES[dtype], {"gelu_tanh": _gelu_tanh, "sigmoid": _sigmoid}[activation]
+
+    def body(emit: Emitter, item: Int, _: Int, rows: Int, x: Int, factors: Int, y: Int) -> None:
+        def row(index: Int, _: list[Vec]) -> None:
+            start, into = x + index * (width * size), y + index * (width * size)
+            others = factors + index * (factor_width * size)
+
+            def piece(offset: Int, count: int) -> None:
+                value = activate(emit.load(start + offset * size, dtype, count)).rounded(dtype)
+                factor = emit.load(others + offset * size, dtype, count)
+                emit.store(value * factor, into + offset * size, dtype, count)
+
+            each_piece(emit, width, piece)
+
+        first = item * ROWS_AT_ONCE
+        emit.loop(first, (first + ROWS_AT_ONCE).least(rows), 1, row)
+
+    return code.kernel(f"{activation}_times_{dtype}_{width}_{factor_width}", 4, body)
+
+
 def finish_logits(code: Code, dtype: Dtype, vocab_size: int, divisor: float, cap: float | None) -> str:
     """Add the kernel x = cap * tanh(x / divisor / cap) on logits in place, rounded to dtype after each operation.
 
@@ -129,6 +155,10 @@ def finish_logits(code: Code, dtype: Dtype, vocab_size: int, divisor: float, cap
 
 def _silu(gate: Vec) -> Vec:
     return gate / (exp(gate * -1.0) + 1.0)
+
+
+def _sigmoid(x: Vec) -> Vec:
+    return x.emit.vec(1.0) / (exp(x * -1.0) + 1.0)
 
 
 def _relu(x: Vec) -> Vec:

@@ -63,7 +63,9 @@ class _AttentionKernel:
         self._head_bytes = block_size * self._width * self._size
         self._group_bytes = shape.group * self._width * self._size
         self._registers = 24 if code.isa.has("avx512f") else 6
+        assert shape.window is None or shape.chunk is None, "a window and chunks"
         window = "" if shape.window is None else f"_window{shape.window}"
+        window += "" if shape.chunk is None else f"_chunk{shape.chunk}"
         cap = "" if shape.softcap is None else f"_cap{shape.softcap}"
         sizes = f"{shape.num_heads}_{shape.num_kv_heads}_{shape.head_size}_{self._width}_{block_size}_{max_model_len}"
         self._name = f"attention_{dtype}_{sizes}_{shape.scale}{window}{cap}{'_sinks' if sinks else ''}"
@@ -143,7 +145,9 @@ class _AttentionKernel:
 
     def _first_seen(self, emit: Emitter, position: Int) -> Int:
         """Return the first position that a token at `position` attends to."""
-        window = self._shape.window
+        window, chunk = self._shape.window, self._shape.chunk
+        if chunk is not None:
+            return position // chunk * chunk
         return emit.integer(0) if window is None else (position - (window - 1)).most(0)
 
     def _widen_queries(self, emit: Emitter, work: Work, q: Int, q_stride: Int) -> None:

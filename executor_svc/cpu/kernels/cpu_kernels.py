@@ -18,9 +18,8 @@ from executor_svc.cpu.kernels.attention_plan import CpuAttentionPlan
 from executor_svc.cpu.kernels.codegen.compiled import Code, shared_code
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
+from executor_svc.cpu.kernels.lora.kernels import CpuAdapterKernels
 from executor_svc.cpu.kernels.lora.launches import AdapterLaunches
-from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces, CpuEmbeddingPlaces
-from executor_svc.cpu.kernels.lora.rows import CpuAdapterRows
 from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_rows
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.panels import PanelWriter, take_panel_rows
@@ -32,11 +31,10 @@ from executor_svc.cpu.kernels.tensors import addresses as _addresses
 from executor_svc.cpu.kernels.tensors import cache_arguments
 from executor_svc.cpu.kernels.tensors import dtype_of as _dtype
 from executor_svc.cpu.kernels.workspace import Workspace
-from executor_svc.device.adapters import AdapterPlaces, AdapterRows, EmbeddingPlaces
-from executor_svc.device.host_memory import new_memory
 from executor_svc.device.kernels import (
     AttentionPlan,
     AttentionShape,
+    FactorActivation,
     GatedActivation,
     HeadNorms,
     KVScales,
@@ -47,7 +45,7 @@ from executor_svc.device.kernels import (
 _HEAD_MULTIPLE = 16
 
 
-class CpuKernels:
+class CpuKernels(CpuAdapterKernels):
     """Implements `device.adapters.AdapterKernels`; for use by one thread at a time."""
 
     name = "cpu-5"
@@ -172,10 +170,21 @@ class CpuKernels:
         self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
         return y
 
-    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
-        kernel = norm.add(self._code, _dtype(x), x.shape[1], scale)
-        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, _addresses(x, residual)), x.shape[0])
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0, factor: Tensor | None = None) -> Tensor:
+        multiplied = factor is not None
+        kernel = norm.add(self._code, _dtype(x), x.shape[1], scale, multiplied)
+        arguments = _addresses(x, residual) if factor is None else _addresses(x, residual, factor)
+        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
         return residual
+
+    def add_normed_groups(
+        self, x: Tensor, into: Tensor, weight: Tensor, eps: float, before: float, after: float
+    ) -> Tensor:
+        groups = x.shape[1] // len(weight), len(weight)
+        kernel = norm.add_normed_groups(self._code, _dtype(x), _dtype(weight), groups, eps, before, after)
+        arguments = _addresses(x, into, weight)
+        self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), x.shape[0])
+        return into
 
     def norm_heads(self, qkv: Tensor, norms: HeadNorms, shape: AttentionShape) -> Tensor:
         """Normalize the heads of qkv [T, (H + 2 KVH) * DP] in place; values stay."""
@@ -200,12 +209,20 @@ class CpuKernels:
     ) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
         assert scales is None, "there is no cache in fp8 here"
-        after = norms if norms is not None and norms.kind == "heads after rope" else None
-        if norms is not None and after is None:
+        parts = (qkv.shape[1] // shape.padded_head_size - shape.num_heads) // shape.num_kv_heads
+        fused = norms if norms is not None and _in_one_pass(norms, parts) else None
+        if norms is not None and fused is None:
             qkv = self.norm_heads(qkv, norms, shape)
-        rotation = rotary.Rotation(rope.cos.shape[1], _dtype(rope.cos), rope.query_scales is not None)
-        if after is not None:
-            rotation = replace(rotation, norm_dtype=_dtype(after.q), norm_eps=after.eps)
+        scale_dtype = None if rope.query_scales is None else _dtype(rope.query_scales)
+        rotation = rotary.Rotation(rope.cos.shape[1], _dtype(rope.cos), scale_dtype, kv_parts=parts)
+        if fused is not None:
+            rotation = replace(
+                rotation,
+                norm_dtype=_dtype(fused.q),
+                norm_eps=fused.eps,
+                norms_after=fused.kind == "heads after rope",
+                values_normed=fused.v is not None,
+            )
         kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rotation, kv_layer.shape[3])
         arguments = (
             *_addresses(qkv, rope.cos, rope.sin, rope.rows),
@@ -213,7 +230,8 @@ class CpuKernels:
             *cache_arguments(kv_layer),
         )
         arguments += (0,) if rope.query_scales is None else _addresses(rope.query_scales)
-        arguments += (0, 0) if after is None else _addresses(after.q, after.k)
+        arguments += (0, 0) if fused is None else _addresses(fused.q, fused.k)
+        arguments += (0,) if fused is None or fused.v is None else _addresses(fused.v)
         self._launch(KernelLaunch(kernel, "rows", rotary.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
         return qkv.view(qkv.shape[0], -1, shape.padded_head_size)[:, : shape.num_heads]
 
@@ -245,6 +263,14 @@ class CpuKernels:
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         return self._gated("gelu_tanh", gate_up)
+
+    def activate_times(self, x: Tensor, factors: Tensor, from_column: int, name: FactorActivation) -> Tensor:
+        y = self._new("activated", tuple(x.shape), x.dtype)
+        kernel = activation.activate_times(self._code, name, _dtype(x), x.shape[1], factors.shape[1])
+        first = factors.data_ptr() + from_column * factors.element_size()
+        arguments = (x.data_ptr(), first, y.data_ptr())
+        self._launch(KernelLaunch(kernel, "rows", activation.ROWS_AT_ONCE, 1, arguments), x.shape[0])
+        return y
 
     def activate(self, x: Tensor, name: PlainActivation, scalars: Tensor | None = None) -> Tensor:
         y = self._new("activated", tuple(x.shape), x.dtype)
@@ -318,44 +344,6 @@ class CpuKernels:
         self._launch(KernelLaunch(widen_rows(self._code), "rows", 1, 1, (*_addresses(x, wide), x.shape[1])), x.shape[0])
         return wide
 
-    # ------------------------------------------------------------------ adapters
-
-    def new_adapter_memory(self, num_bytes: int) -> Tensor:
-        return new_memory(num_bytes)
-
-    def new_adapter_rows(self, max_rows: int) -> CpuAdapterRows:
-        return CpuAdapterRows(max_rows)
-
-    def new_adapter_places(
-        self,
-        num_places: int,
-        max_rank: int,
-        in_features: int,
-        part_columns: Sequence[int],
-        dtype: torch.dtype,
-        replaces_rows: bool = False,
-    ) -> CpuAdapterPlaces:
-        return CpuAdapterPlaces(num_places, max_rank, in_features, part_columns, dtype, replaces_rows)
-
-    def new_embedding_places(
-        self, num_places: int, max_rank: int, hidden_size: int, dtype: torch.dtype
-    ) -> CpuEmbeddingPlaces:
-        return CpuEmbeddingPlaces(num_places, max_rank, hidden_size, dtype)
-
-    def add_adapters(self, x: Tensor, y: Tensor, places: AdapterPlaces, rows: AdapterRows) -> Tensor:
-        assert isinstance(places, CpuAdapterPlaces)
-        assert isinstance(rows, CpuAdapterRows)
-        self._adapters.linear(x, y, places, rows)
-        return y
-
-    def add_embedding_adapters(
-        self, token_ids: Tensor, y: Tensor, places: EmbeddingPlaces, rows: AdapterRows
-    ) -> Tensor:
-        assert isinstance(places, CpuEmbeddingPlaces)
-        assert isinstance(rows, CpuAdapterRows)
-        self._adapters.embedding(token_ids, y, places, rows)
-        return y
-
     @property
     def _adapters(self) -> AdapterLaunches:
         return AdapterLaunches(self._code, self._workspace, self._launch, self._scratch)
@@ -401,3 +389,8 @@ class CpuKernels:
         if self._recording is not None:
             self._recording.announce(weight)
         self._launch(launch, count)
+
+
+def _in_one_pass(norms: HeadNorms, kv_parts: int) -> bool:
+    """Return whether norms of heads are computed with the rotation: after it, of values, or where keys alone are."""
+    return norms.kind == "heads after rope" or norms.v is not None or kv_parts < 2

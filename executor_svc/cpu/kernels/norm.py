@@ -71,30 +71,71 @@ def add_layer_norm(code: Code, dtype: Dtype, hidden: int, eps: float, scale: flo
     return code.kernel(name, 6, lambda emit, item, _, rows, *rest: _rows(emit, item, rows, row, rest))
 
 
-def add(code: Code, dtype: Dtype, hidden: int, scale: float) -> str:
-    """Add the kernel residual = x * scale + residual; returns its name.
+def add(code: Code, dtype: Dtype, hidden: int, scale: float, multiplied: bool = False) -> str:
+    """Add the kernel residual = (x * scale + residual) * factor; returns its name.
 
-    Items: one for each ROWS_AT_ONCE rows. Arguments: rows, x and residual [rows, hidden].
+    Items: one for each ROWS_AT_ONCE rows. Arguments: rows, x and residual [rows, hidden], and if multiplied factor [1].
     """
 
-    def row(emit: Emitter, index: Int, x: Int, residual: Int) -> None:
+    def row(emit: Emitter, index: Int, x: Int, residual: Int, *factor: Int) -> None:
         at = index * (hidden * ITEM_BYTES[dtype])
-        _add(emit, x + at, residual + at, dtype, hidden, scale)
+        number = emit.load_all(factor[0], dtype) if multiplied else None
+        _add(emit, x + at, residual + at, dtype, hidden, scale, number)
 
-    name = f"add_{dtype}_{hidden}_{scale}"
-    return code.kernel(name, 3, lambda emit, item, _, rows, *rest: _rows(emit, item, rows, row, rest))
+    name = f"add_{dtype}_{hidden}_{scale}{'_multiplied' if multiplied else ''}"
+    arguments = 4 if multiplied else 3
+    return code.kernel(name, arguments, lambda emit, item, _, rows, *rest: _rows(emit, item, rows, row, rest))
 
 
-def _add(emit: Emitter, x: Int, residual: Int, dtype: Dtype, hidden: int, scale: float) -> None:
+def _add(
+    emit: Emitter, x: Int, residual: Int, dtype: Dtype, hidden: int, scale: float, factor: Vec | None = None
+) -> None:
     size = ITEM_BYTES[dtype]
 
     def piece(offset: Int, count: int) -> None:
         added = emit.load(x + offset * size, dtype, count)
         if scale != 1.0:
             added = (added * scale).rounded(dtype)
-        emit.store(added + emit.load(residual + offset * size, dtype, count), residual + offset * size, dtype, count)
+        total = added + emit.load(residual + offset * size, dtype, count)
+        if factor is not None:
+            total = total.rounded(dtype) * factor
+        emit.store(total, residual + offset * size, dtype, count)
 
     each_piece(emit, hidden, piece)
+
+
+def add_normed_groups(
+    code: Code, dtype: Dtype, weight_dtype: Dtype, groups: tuple[int, int], eps: float, before: float, after: float
+) -> str:
+    """Add the kernel into = (norm(x * before) + into) * after; returns its name.
+
+    groups: their number, and the columns of each, which are normalized together. Items: one for each ROWS_AT_ONCE rows.
+    Arguments: rows, x and into [rows, columns of all groups], weight [columns of a group]; x is overwritten.
+    """
+    size, (count, width) = ITEM_BYTES[dtype], groups
+
+    def row(emit: Emitter, index: Int, x: Int, into: Int, weight: Int) -> None:
+        def group(which: Int, _: list[Vec]) -> None:
+            at = (index * count + which) * (width * size)
+            source, target = x + at, into + at
+
+            def scale(offset: Int, length: int) -> None:
+                place = source + offset * size
+                emit.store(emit.load(place, dtype, length) * before, place, dtype, length)
+
+            def add_up(offset: Int, length: int) -> None:
+                place = target + offset * size
+                total = emit.load(source + offset * size, dtype, length) + emit.load(place, dtype, length)
+                emit.store(total.rounded(dtype) * after, place, dtype, length)
+
+            each_piece(emit, width, scale)
+            normalize(emit, source, source, weight, dtype, weight_dtype, width, eps)
+            each_piece(emit, width, add_up)
+
+        emit.loop(0, count, 1, group)
+
+    name = f"add_normed_groups_{dtype}_{weight_dtype}_{count}_{width}_{eps}_{before}_{after}"
+    return code.kernel(name, 4, lambda emit, item, _, rows, *rest: _rows(emit, item, rows, row, rest))
 
 
 def norm_heads(

@@ -25,15 +25,27 @@ class Rotation:
     """Columns of a head that are rotated."""
     angle_dtype: Dtype
     """Of cos and sin; wider than that of heads: the sum of the products is rounded, not the products."""
-    queries_scaled: bool = False
+    scale_dtype: Dtype | None = None
+    """Of what queries are multiplied with; None: they are not."""
     norm_dtype: Dtype | None = None
-    """Of the weights of norms of heads after the rotation; None: there are none."""
+    """Of the weights of norms of heads in the same pass; None: there are none."""
     norm_eps: float = 0.0
+    norms_after: bool = False
+    """Whether these follow the rotation."""
+    values_normed: bool = False
+    kv_parts: int = 2
+    """What rows hold beside queries: keys and values; 1: keys, which are the values too; 0: nothing."""
 
     def name(self, shape: AttentionShape) -> str:
         """Return the part of a kernel's name that is of this rotation."""
         norms = "" if self.norm_dtype is None else f"_{self.norm_dtype}_{self.norm_eps}_{shape.head_size}"
-        return f"{self.size}_{self.angle_dtype}{'_scaled' if self.queries_scaled else ''}{norms}"
+        marks = {
+            f"scaled_{self.scale_dtype}": self.scale_dtype is not None,
+            "after": self.norms_after,
+            "values": self.values_normed,
+        }
+        named = "".join(f"_{mark}" for mark, there in marks.items() if there)
+        return f"{self.size}_{self.angle_dtype}{named}{norms}_{self.kv_parts}"
 
 
 def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rotation, block_size: int) -> str:
@@ -41,11 +53,11 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
 
     Items: one per ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, (H + 2 KVH) * DP], cos and sin [any, rotated] with
     the first half of sin negated, angle_rows [rows] int64 (of cos and sin), slots [rows] int64, kv_layer, its strides
-    as those of `attention`, and where the rotation says so: query_scales [any], q_weight and k_weight [D]. Rounds where
-    transformers does.
+    as those of `attention`, and where the rotation says so: query_scales [any], q_weight and k_weight [D], v_weight
+    [DP]. Rounds where transformers does.
     """
     size, width = ITEM_BYTES[dtype], shape.padded_head_size
-    num_q, num_kv = shape.num_heads, shape.num_kv_heads
+    num_q, num_kv = shape.num_heads, shape.num_kv_heads if rotation.kv_parts else 0
     head_bytes = width * size
 
     def body(
@@ -64,46 +76,65 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
         query_scales: Int,
         q_weight: Int,
         k_weight: Int,
+        v_weight: Int,
     ) -> None:
+        def norms(start: Int) -> None:
+            for first, count, weight in ((0, num_q, q_weight), (num_q, num_kv, k_weight)):
+                _normalize(emit, start + first * head_bytes, count, weight, shape, rotation, dtype)
+
         def row(index: Int, _: list[Vec]) -> None:
-            start = qkv + index * ((num_q + 2 * num_kv) * head_bytes)
+            start = qkv + index * ((num_q + rotation.kv_parts * num_kv) * head_bytes)
             angle_row = emit.load_int(angle_rows + index * 8)
             angles = angle_row * (rotation.size * ITEM_BYTES[rotation.angle_dtype])
-
-            def rotate(head: Int, _: list[Vec]) -> None:
-                _rotate(emit, start + head * head_bytes, cos + angles, sin + angles, rotation, dtype)
-
-            if rotation.size:
-                emit.loop(0, num_q + num_kv, 1, rotate)
-            if rotation.norm_dtype is not None:
-                for first, count, weight in ((0, num_q, q_weight), (num_q, num_kv, k_weight)):
-                    _normalize(emit, start + first * head_bytes, count, weight, shape, rotation, dtype)
-            if rotation.queries_scaled:
-                _multiply(emit, start, num_q * width, query_scales + angle_row * size, dtype)
             slot = emit.load_int(slots + index * 8)
             block, offset = slot // block_size, slot % block_size
             keys = kv_layer + block * stride + offset * size
             values = kv_layer + block * stride + to_values + offset * head_bytes
+            key_start = start + num_q * head_bytes
 
-            def write(head: Int, _: list[Vec]) -> None:
-                key = start + (head + num_q) * head_bytes
-                value, of_head = key + num_kv * head_bytes, head * (block_size * head_bytes)
+            def rotate(head: Int, _: list[Vec]) -> None:
+                _rotate(emit, start + head * head_bytes, cos + angles, sin + angles, rotation, dtype)
+
+            def write_value(head: Int, _: list[Vec]) -> None:
+                value = key_start + (head + (rotation.kv_parts - 1) * num_kv) * head_bytes
+                into = values + head * (block_size * head_bytes)
+                if rotation.values_normed:
+                    assert rotation.norm_dtype is not None
+                    normalize(
+                        emit, value, into, v_weight, dtype, rotation.norm_dtype, width, rotation.norm_eps,
+                        shape.head_size,
+                    )  # fmt: skip
+                    return
                 for place in range(0, width, LANES):
-                    into = keys + of_head + place * block_size * size
-                    emit.scatter(emit.load(key + place * size, dtype), into, block_size * size, dtype)
-                    emit.store(emit.load(value + place * size, dtype), values + of_head + place * size, dtype)
+                    emit.store(emit.load(value + place * size, dtype), into + place * size, dtype)
 
-            emit.loop(0, num_kv, 1, write)
+            def write_key(head: Int, _: list[Vec]) -> None:
+                key, into = key_start + head * head_bytes, keys + head * (block_size * head_bytes)
+                for place in range(0, width, LANES):
+                    at = into + place * block_size * size
+                    emit.scatter(emit.load(key + place * size, dtype), at, block_size * size, dtype)
+
+            emit.loop(0, num_kv, 1, write_value)  # first: they may be what keys are made of
+            if rotation.norm_dtype is not None and not rotation.norms_after:
+                norms(start)
+            if rotation.size:
+                emit.loop(0, num_q + num_kv, 1, rotate)
+            if rotation.norm_dtype is not None and rotation.norms_after:
+                norms(start)
+            if rotation.scale_dtype is not None:
+                at = query_scales + angle_row * ITEM_BYTES[rotation.scale_dtype]
+                _multiply(emit, start, num_q * width, emit.load_all(at, rotation.scale_dtype), dtype)
+            emit.loop(0, num_kv, 1, write_key)
 
         first = item * ROWS_AT_ONCE
         emit.loop(first, rows.least(first + ROWS_AT_ONCE), 1, row)
 
-    return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotation.name(shape)}_{block_size}", 12, body)
+    return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotation.name(shape)}_{block_size}", 13, body)
 
 
-def _multiply(emit: Emitter, x: Int, length: int, factor: Int, dtype: Dtype) -> None:
-    """Emit the product of x [length] with the number at `factor`, in place."""
-    number, size = emit.load_all(factor, dtype), ITEM_BYTES[dtype]
+def _multiply(emit: Emitter, x: Int, length: int, number: Vec, dtype: Dtype) -> None:
+    """Emit the product of x [length] with a number, in place."""
+    size = ITEM_BYTES[dtype]
 
     def piece(place: Int, count: int) -> None:
         emit.store(emit.load(x + place * size, dtype, count) * number, x + place * size, dtype, count)

@@ -9,13 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from executor_svc.device.kernels import PlainActivation
+from executor_svc.device.kernels import FactorActivation, PlainActivation
 from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows, chunk_size, chunks, options, variant
 from executor_svc.gpu.kernels.variant import Variant
 
 INTERMEDIATE_SIZES = (1536, 3072, 4864, 8192, 14336)
 VOCAB_SIZES = (49155, 256000)
 """Widths of the variants compiled ahead of time; the launchers accept any width."""
+
+_FACTORS = (256, 35 * 256)
+"""Columns of a layer's input and of those of all layers, of the variants compiled ahead of time."""
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
@@ -91,6 +94,29 @@ def _gated(gate_up, out, WIDTH: tl.constexpr, GELU: tl.constexpr, CHUNK: tl.cons
     activated = _gelu_tanh(wide) if GELU else _silu(wide)
     product = activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * WIDTH + columns, product.to(gate.dtype), mask)
+
+
+@triton.jit
+def _activate_times(
+    x,
+    factors,
+    out,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    GELU: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    parts: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    program = tl.program_id(0)
+    row = (program // parts).to(tl.int64)
+    columns = program % parts * CHUNK + tl.arange(0, CHUNK)
+    mask = columns < WIDTH
+    value = tl.load(x + row * WIDTH + columns, mask, other=0.0)
+    factor = tl.load(factors + row * STRIDE + columns, mask, other=0.0)
+    wide = value.to(tl.float32)
+    activated = _gelu_tanh(wide) if GELU else 1.0 / (_exp(-wide) + 1.0)
+    product = activated.to(value.dtype).to(tl.float32) * factor.to(tl.float32)
+    tl.store(out + row * WIDTH + columns, product.to(value.dtype), mask)
 
 
 @triton.jit
@@ -175,6 +201,25 @@ def activate(x: Tensor, name: PlainActivation, scalars: Tensor | None, out: Tens
         _plain[grid](x, out, x if scalars is None else scalars, **constants, **options(constants["CHUNK"]))
 
 
+def activate_times(x: Tensor, factors: Tensor, name: FactorActivation, out: Tensor) -> None:
+    """Write the activation of x [T, width], rounded, times factors [T, width], of any stride between rows, to out."""
+    check("x", x, tuple(x.shape), *DTYPES)
+    check_rows("factors", factors, x.dtype)
+    check("out", out, tuple(x.shape), x.dtype)
+    rows, width = x.shape
+    if factors.shape != x.shape:
+        raise ValueError(f"factors must be {list(x.shape)}, is {list(factors.shape)}")
+    if rows and width:
+        constants = times_constants(width, factors.stride(0), name)
+        grid = (rows * chunks(width, constants["CHUNK"]),)
+        _activate_times[grid](x, factors, out, **constants, **options(constants["CHUNK"]))
+
+
+def times_constants(width: int, stride: int, name: FactorActivation) -> dict[str, Any]:
+    """Return the constants of `activate_times` for `width` columns, and rows of factors `stride` apart."""
+    return {"WIDTH": width, "STRIDE": stride, "GELU": name == "gelu_tanh", "CHUNK": chunk_size(width)}
+
+
 def plain_constants(width: int, name: PlainActivation) -> dict[str, Any]:
     """Return the constants of the activations without gate for `width` columns."""
     return {"WIDTH": width, "ACTIVATION": name, "CHUNK": chunk_size(width)}
@@ -236,6 +281,12 @@ def variants() -> list[Variant]:
                 arguments = {"x": f"*{name}", "out": f"*{name}", "scalars": f"*{scalars}"}
                 constants, title = plain_constants(width, activation), f"{activation} intermediate{width} {name}"
                 found.append(variant(title, _plain, arguments, constants, options(constants["CHUNK"])))
+        for factor in get_args(FactorActivation):
+            width, stride = _FACTORS
+            arguments = dict.fromkeys(("x", "factors", "out"), f"*{name}")
+            constants = times_constants(width, stride, factor)
+            title = f"{factor} times factors{width} of {stride} {name}"
+            found.append(variant(title, _activate_times, arguments, constants, options(constants["CHUNK"])))
         for vocab in VOCAB_SIZES:
             for divided, capped in ((True, False), (False, True), (True, True)):
                 steps = f"{' divided' if divided else ''}{' capped' if capped else ''}"

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.adapters import AdapterPlaces, AdapterRows, EmbeddingPlaces
-from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, KVScales, PlainActivation, Rope
+from executor_svc.device.kernels import (
+    AttentionPlan,
+    AttentionShape,
+    FactorActivation,
+    HeadNorms,
+    KVScales,
+    PlainActivation,
+    Rope,
+)
 from executor_svc.errors import StartError
 from executor_svc.gpu.kernels import activation, norm, rows
 from executor_svc.gpu.kernels.attention.config import HEAD_SIZES
@@ -146,8 +154,13 @@ class GpuKernels:
         self.run(y, lambda n: norm.add_layer_norm(x[:n], residual[:n], weight, bias, eps, scale, y[:n]))
         return y, residual
 
-    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
-        return self.run(residual, lambda n: norm.add(x[:n], residual[:n], scale))
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0, factor: Tensor | None = None) -> Tensor:
+        return self.run(residual, lambda n: norm.add(x[:n], residual[:n], scale, factor))
+
+    def add_normed_groups(
+        self, x: Tensor, into: Tensor, weight: Tensor, eps: float, before: float, after: float
+    ) -> Tensor:
+        return self.run(into, lambda n: norm.add_normed_groups(x[:n], into[:n], weight, eps, before, after))
 
     def rope_write_kv(
         self,
@@ -210,6 +223,11 @@ class GpuKernels:
     def activate(self, x: Tensor, name: PlainActivation, scalars: Tensor | None = None) -> Tensor:
         y = self.new("activated", tuple(x.shape), x.dtype)
         return self.run(y, lambda n: activation.activate(x[:n], name, scalars, y[:n]))
+
+    def activate_times(self, x: Tensor, factors: Tensor, from_column: int, name: FactorActivation) -> Tensor:
+        y = self.new("activated", tuple(x.shape), x.dtype)
+        chosen = factors[:, from_column : from_column + x.shape[1]]
+        return self.run(y, lambda n: activation.activate_times(x[:n], chosen[:n], name, y[:n]))
 
     def linear(self, x: Tensor, linear: LinearInto, out_dtype: torch.dtype) -> Tensor:
         """Return linear(x) as out_dtype."""

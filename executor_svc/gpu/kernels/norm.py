@@ -20,6 +20,8 @@ _LEAST_ELEMENTS = 512
 _MAX_WARPS = 8
 _MAX_WIDE_WARPS = 16
 _WIDE = 8192
+_GROUP = 256
+"""Columns of a layer's input, of the variants compiled ahead of time."""
 
 
 @triton.jit
@@ -159,11 +161,48 @@ def _norm_part(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _add(x, residual, rows, scale, SCALED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _add(
+    x,
+    residual,
+    factor,
+    rows,
+    scale,
+    SCALED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     offsets, mask, _ = _tile(rows, WIDTH, ROWS, BLOCK)
     added = tl.load(x + offsets, mask, other=0.0)
     kept = tl.load(residual + offsets, mask, other=0.0)
-    tl.store(residual + offsets, _sum(added, kept, scale, SCALED), mask)
+    total = _sum(added, kept, scale, SCALED)
+    if MULTIPLIED:
+        total = (total.to(tl.float32) * tl.load(factor).to(tl.float32)).to(total.dtype)
+    tl.store(residual + offsets, total, mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_normed(
+    x,
+    into,
+    weight,
+    rows,
+    eps,
+    before,
+    after,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets, mask, columns = _tile(rows, WIDTH, ROWS, BLOCK)
+    values = tl.load(x + offsets, mask, other=0.0)
+    kept = tl.load(into + offsets, mask, other=0.0)
+    factors = tl.load(weight + columns, columns < WIDTH, other=0.0)
+    wide = (values.to(tl.float32) * before).to(values.dtype).to(tl.float32)
+    normed = weighted(wide, root_mean_square(wide, eps, WIDTH), factors, values.dtype)
+    total = (normed.to(tl.float32) + kept.to(tl.float32)).to(values.dtype)
+    tl.store(into + offsets, (total.to(tl.float32) * after).to(values.dtype), mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -254,14 +293,39 @@ def part_constants(width: int, count: int, stride: int) -> dict[str, int]:
     return {"COUNT": count, "STRIDE": stride} | tile_constants(width)
 
 
-def add(x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
-    """Update residual to x * scale + residual, both [T, hidden]."""
+def add(x: Tensor, residual: Tensor, scale: float = 1.0, factor: Tensor | None = None) -> None:
+    """Update residual to (x * scale + residual) * factor, both [T, hidden]; factor: [1] in their dtype, None: 1."""
     rows, hidden = _checked(x)
     check("residual", residual, (rows, hidden), x.dtype)
+    if factor is not None:
+        check("factor", factor, (1,), x.dtype)
     if rows:
-        constants = tile_constants(hidden)
+        constants = add_constants(hidden, scale != 1.0, factor is not None)
         grid, launched = _grid(rows, constants), tile_options(constants)
-        _add[grid](x, residual, rows, float(scale), SCALED=scale != 1.0, **constants, **launched)
+        _add[grid](x, residual, x if factor is None else factor, rows, float(scale), **constants, **launched)
+
+
+def add_normed_groups(x: Tensor, into: Tensor, weight: Tensor, eps: float, before: float, after: float) -> None:
+    """Update into [T, G * P] to (norm(x * before) + into) * after; each P columns of x are normalized with weight [P].
+
+    Rounded after each operation. Raises ValueError for a P above LARGEST_HIDDEN.
+    """
+    rows, width = x.shape[0], weight.shape[0]
+    if width > LARGEST_HIDDEN or x.shape[1] % width:
+        raise ValueError(f"weight must have at most {LARGEST_HIDDEN} numbers that divide {x.shape[1]}, has {width}")
+    check("x", x, (rows, x.shape[1]), *DTYPES)
+    check("into", into, tuple(x.shape), x.dtype)
+    check("weight", weight, (width,), x.dtype, torch.float32)
+    count = x.numel() // width
+    if count:
+        constants = tile_constants(width)
+        grid, launched = _grid(count, constants), tile_options(constants)
+        _add_normed[grid](x, into, weight, count, float(eps), float(before), float(after), **constants, **launched)
+
+
+def add_constants(hidden: int, scaled: bool, multiplied: bool) -> dict[str, int]:
+    """Return the constants of `add` for rows of this width."""
+    return {"SCALED": scaled, "MULTIPLIED": multiplied} | tile_constants(hidden)
 
 
 def tile_constants(hidden: int) -> dict[str, int]:
@@ -302,9 +366,15 @@ def variants() -> list[Variant]:
                     arguments = norm | {"residual": f"*{dtype}", "scale": "fp32"}
                     found.append(_variant(f"add_rms_norm {name}", _add_rms_norm, arguments, hidden, scaled, quick))
             found += _layer_norm_variants(hidden, dtype)
-            for scaled in (False, True):
-                arguments = {"x": f"*{dtype}", "residual": f"*{dtype}", "rows": "i32", "scale": "fp32"}
-                found.append(_variant(f"add hidden{hidden} {dtype}", _add, arguments, hidden, scaled))
+            for scaled, multiplied in ((False, False), (True, False), (False, True)):
+                arguments = dict.fromkeys(("x", "residual", "factor"), f"*{dtype}") | {"rows": "i32", "scale": "fp32"}
+                constants = add_constants(hidden, scaled, multiplied)
+                name = f"add hidden{hidden} {dtype}{' scaled' if scaled else ' multiplied' if multiplied else ''}"
+                found.append(variant(name, _add, arguments, constants, tile_options(constants)))
+    for dtype in DTYPES.values():
+        arguments = {"x": f"*{dtype}", "into": f"*{dtype}", "weight": "*fp32", "rows": "i32"}
+        arguments |= dict.fromkeys(("eps", "before", "after"), "fp32")
+        found.append(_variant(f"add_normed_groups of {_GROUP} {dtype}", _add_normed, arguments, _GROUP))
     return found
 
 

@@ -132,6 +132,14 @@ def _rotate_heads(
         _store(rest, scale, written, rows, last, into + R, STRIDE, D - R, SCALED)
 
 
+@triton.jit
+def _normalized_values(value, weight, eps, columns, NORMED: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the norms of values [rows, columns], of which NORMED columns are not padding."""
+    wide = value.to(tl.float32)
+    root = tl.sqrt_rn(tl.div_rn(tl.sum(wide * wide, 1), NORMED * 1.0) + eps)
+    return weighted(wide, root, tl.load(weight + columns, columns < WIDTH, other=0.0), value.dtype)
+
+
 @triton.jit(do_not_specialize=["block_rows", "value_rows"])
 def rope_write_kv_kernel(
     qkv,
@@ -143,6 +151,7 @@ def rope_write_kv_kernel(
     kv_layer,
     q_weight,
     k_weight,
+    v_weight,
     eps,
     k_scale,
     v_scale,
@@ -160,15 +169,17 @@ def rope_write_kv_kernel(
     AFTER: tl.constexpr,
     SCALED: tl.constexpr,
     MULTIPLIED: tl.constexpr,
+    KV_PARTS: tl.constexpr,
+    VALUES_NORMED: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    heads: tl.constexpr = H + 2 * KVH
+    heads: tl.constexpr = H + KV_PARTS * KVH
     q_parts: tl.constexpr = (H + Q_HEADS - 1) // Q_HEADS
-    parts: tl.constexpr = q_parts + (KVH + KV_HEADS - 1) // KV_HEADS
+    parts: tl.constexpr = q_parts + (0 if KV_PARTS == 0 else (KVH + KV_HEADS - 1) // KV_HEADS)
     program = tl.program_id(0)
     token, part = (program // parts).to(tl.int64), program % parts
     slot = tl.load(slots + token)
@@ -185,7 +196,9 @@ def rope_write_kv_kernel(
         )  # fmt: skip
     else:
         rows, columns = (part - q_parts) * KV_HEADS + tl.arange(0, KV_HEADS), tl.arange(0, WHOLE)
-        value = _load(source + (H + KVH) * D, KVH, rows, columns, D, D)
+        value = _load(source + (H + (KV_PARTS - 1) * KVH) * D, KVH, rows, columns, D, D)
+        if VALUES_NORMED:
+            value = _normalized_values(value, v_weight, eps, columns, NORMED, D)
         written = tl.where(slot >= 0, KVH, 0)
         keys = kv_layer + slot // B * (block_rows * D) + slot % B * D
         _rotate_heads(
@@ -213,18 +226,19 @@ def rope_write_kv(
     Raises ValueError for shapes that do not match. Keys and values in qkv do not change.
 
     Args:
-        qkv: [T, (H + 2 KVH) * D]; D is a multiple of 8.
+        qkv: [T, (H + 2 KVH) * D]; D is a multiple of 8. With (H + KVH) heads keys are the values too, before their
+            norm and rotation; with H alone nothing is written to the cache.
         cos: [positions, R] cosines of the angles of each position, in the dtype of qkv or in fp32, with the meaning
             described in `device.kernels.Rope`; R is even and at most D. Only the first R columns of a head are rotated.
         sin: [positions, R] sines, the first half negated.
         positions: [T] int64 rows of cos and sin, a negative one counts as 0; None: row t for token t.
         kv_layer: [N, 2, KVH, B, D] in the dtype of qkv, or in fp8 e4m3; blocks, and the keys and values of one,
             may be any number of rows [D] apart.
-        norms: [N] each: the first N columns of heads padded with zeros are normalized.
+        norms: [N] each: the first N columns of heads padded with zeros are normalized; of values [D].
         slot_mapping: [T] int64, block * B + offset, the place of a token's key and value; -1: not written.
         scales: required for a cache in fp8, None otherwise. Values above 448 after the division are stored as 448.
         q_out: [T, H, D]; None: queries in qkv are overwritten.
-        query_scales: [positions] in the dtype of qkv, what queries are multiplied with in the end; None: nothing.
+        query_scales: [positions] in the dtype of qkv or in fp32: queries are multiplied with them in the end.
     """
     tokens = _check_shapes(qkv, cos, sin, positions, kv_layer, slot_mapping, num_heads, q_out)
     kv_heads, head_size = kv_layer.shape[2], kv_layer.shape[4]
@@ -242,9 +256,11 @@ def rope_write_kv(
         scaled=scales is not None,
         norms_after=norms is not None and norms.kind == "heads after rope",
         multiplied=query_scales is not None,
+        kv_parts=(qkv.shape[1] // head_size - num_heads) // kv_heads,
+        values_normed=norms is not None and norms.v is not None,
     )
     if query_scales is not None:
-        check("query_scales", query_scales, (cos.shape[0],), qkv.dtype)
+        check("query_scales", query_scales, (cos.shape[0],), qkv.dtype, torch.float32)
     rope_write_kv_kernel[tokens * programs_per_token(constants),](
         qkv,
         qkv if q_out is None else q_out,
@@ -255,6 +271,7 @@ def rope_write_kv(
         kv_layer,
         qkv if norms is None else norms.q,
         qkv if norms is None else norms.k,
+        qkv if norms is None or norms.v is None else norms.v,
         0.0 if norms is None else float(norms.eps),
         qkv if scales is None else scales.k,
         qkv if scales is None else scales.v,
@@ -278,8 +295,14 @@ def rope_constants(
     scaled: bool,
     norms_after: bool = False,
     multiplied: bool = False,
+    kv_parts: int = 2,
+    values_normed: bool = False,
 ) -> dict[str, Any]:
-    """Return the constants of the kernel; heads: (of queries, of keys); normed: normalized columns of a head, or 0."""
+    """Return the constants of the kernel.
+
+    heads: (of queries, of keys); normed: normalized columns of a head, or 0; kv_parts: what rows hold beside queries,
+    keys and values, keys alone, or nothing.
+    """
     num_heads, kv_heads = heads
     half = max(1, triton.next_power_of_2(rotated // 2))
     rest = triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0
@@ -296,6 +319,8 @@ def rope_constants(
         "AFTER": norms_after,
         "SCALED": scaled,
         "MULTIPLIED": multiplied,
+        "KV_PARTS": kv_parts,
+        "VALUES_NORMED": values_normed,
         "Q_HEADS": min(most, triton.next_power_of_2(num_heads)),
         "KV_HEADS": min(most, triton.next_power_of_2(kv_heads)),
         "HALF": half,
@@ -306,7 +331,8 @@ def rope_constants(
 
 def programs_per_token(constants: Mapping[str, Any]) -> int:
     """Return the number of programs per token: programs for queries come first, then for keys and values."""
-    return sum(-(-constants[heads] // constants[tile]) for heads, tile in (("H", "Q_HEADS"), ("KVH", "KV_HEADS")))
+    pairs = (("H", "Q_HEADS"), ("KVH", "KV_HEADS")) if constants["KV_PARTS"] else (("H", "Q_HEADS"),)
+    return sum(-(-constants[heads] // constants[tile]) for heads, tile in pairs)
 
 
 def launch_options(constants: Mapping[str, Any]) -> dict[str, Any]:
@@ -334,7 +360,8 @@ def _check_shapes(
         raise ValueError(f"kv_layer must have contiguous heads, whole rows apart, has strides {list(strides)}")
     if head_size % _HEAD_MULTIPLE:
         raise ValueError(f"kv_layer must have heads of a multiple of {_HEAD_MULTIPLE} columns, has {head_size}")
-    check("qkv", qkv, (tokens, (num_heads + 2 * kv_heads) * head_size), *DTYPES)
+    parts = (qkv.shape[1] // head_size - num_heads) // kv_heads
+    check("qkv", qkv, (tokens, (num_heads + min(2, max(0, parts)) * kv_heads) * head_size), *DTYPES)
     rotated = cos.shape[-1]
     if rotated % 2 or rotated > head_size:
         raise ValueError(f"cos must have 0 to {head_size} columns, an even number, has {rotated}")
@@ -358,6 +385,8 @@ def _check_options(
             raise ValueError(f"norms.q must have {rotated} to {head_size} numbers, has {size}")
         check("norms.q", norms.q, (size,), qkv.dtype, torch.float32)
         check("norms.k", norms.k, (size,), norms.q.dtype)
+        if norms.v is not None:
+            check("norms.v", norms.v, (head_size,), norms.q.dtype)
     if scales is None:
         if kv_layer.dtype != qkv.dtype:
             raise ValueError(f"kv_layer must be {qkv.dtype}, is {kv_layer.dtype}; an fp8 cache needs scales")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from executor_svc.gpu.kernels.rope import launch_options, rope_constants, rope_write_kv_kernel
 from executor_svc.gpu.kernels.rows import DTYPES, variant
 from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
@@ -18,11 +20,14 @@ _SHAPES = (
     (32, 8, 128, 128),
     (64, 8, 128, 128),
     (8, 4, 256, 256),
+    (8, 1, 512, 512),
 )
 _QUICK = (_SHAPES[0], (32, 32, 80, 32))
 _BLOCK_SIZE = 16
 _AFTER, _WIDE, _MULTIPLIED = " after", " wide angles", " multiplied"
+_VALUES, _KEYS, _QUERIES = " values", " keys are values", " queries alone"
 _SPECIAL = (_AFTER, _WIDE, _MULTIPLIED)
+_GEMMA_4 = ((32, 16, 256, 256), (32, 4, 512, 512), (8, 1, 256, 256), (8, 1, 512, 512))
 
 
 def variants() -> list[Variant]:
@@ -41,6 +46,8 @@ def variants() -> list[Variant]:
         for special in _SPECIAL if every else ():
             for dtype in DTYPES.values():
                 found.append(_variant(shape, dtype, dtype if special == _AFTER else None, dtype, True, special))
+    for shape, special in product(_GEMMA_4, (_VALUES, _KEYS, _QUERIES)):
+        found += [_variant(shape, "bf16", "fp32", cache, True, special) for cache in ("bf16", "fp8e4nv")]
     return found
 
 
@@ -60,11 +67,13 @@ def _variant(
         scaled=scaled,
         norms_after=special == _AFTER,
         multiplied=special == _MULTIPLIED,
+        kv_parts={_KEYS: 1, _QUERIES: 0}.get(special, 2),
+        values_normed=special in (_VALUES, _KEYS),
     )
     signature = dict.fromkeys(("qkv", "q_out"), f"*{dtype}")
     signature |= dict.fromkeys(("cos", "sin"), "*fp32" if special == _WIDE else f"*{dtype}")
     signature |= {"positions": "*i64", "slots": "*i64", "kv_layer": f"*{cache}"}
-    signature |= {"q_weight": f"*{weight or dtype}", "k_weight": f"*{weight or dtype}", "eps": "fp32"}
+    signature |= dict.fromkeys(("q_weight", "k_weight", "v_weight"), f"*{weight or dtype}") | {"eps": "fp32"}
     signature |= dict.fromkeys(("k_scale", "v_scale"), "*fp32" if scaled else f"*{dtype}")
     signature |= {"query_scales": f"*{dtype}", "block_rows": "i32", "value_rows": "i32"}
     norms = "" if weight is None else " norms" if weight == dtype else " wide norms"

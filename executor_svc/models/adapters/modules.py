@@ -47,6 +47,8 @@ def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
     for name, shape in shapes.items():
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
         linear = linears.get(name if layer is None else name.split(".", 3)[3])
+        if linear is None and name != EMBEDDING:
+            continue  # of experts, or of what makes the inputs of layers: no adapter may change them
         if spec.has_experts and layer is not None and linear not in ("attention.qkv", "attention.output"):
             continue
         first_row = rows_before.get((layer, linear), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -20,9 +20,10 @@ from executor_svc.models.adapters.linears import AdaptedEmbedding, AdaptedLinear
 from executor_svc.models.adapters.modules import LinearName, decoder_modules
 from executor_svc.models.adapters.shares import own_adapter, own_columns
 from executor_svc.models.base import Builder
+from executor_svc.models.decoder import attention_shape
 from executor_svc.models.layers.attention import HeadRows, pad_output
 from executor_svc.models.parallel.split import spec_of
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.spec import EMBEDDINGS, DecoderSpec
 
 LinearUse = tuple[int | None, LinearName]
 """A linear of a model: its layer, None for the head, and its name."""
@@ -64,14 +65,8 @@ class ModelAdapters:
         self.kernels, self.spec, self.sizes = kernels, spec, sizes
         self._dtype, self._hidden_size, self._share = dtype, spec.hidden_size, share
         own = spec_of(spec, share)
-        self._shape = AttentionShape(
-            own.num_heads,
-            own.num_kv_heads,
-            spec.head_size,
-            kernels.padded_head_size(spec.head_size),
-            spec.attention_scale,
-        )
-        self._columns = _part_columns(spec, self._shape, share)
+        self._shapes = [attention_shape(own, layer, kernels) for layer in own.layers]
+        self._columns = _part_columns(spec, self._shapes, share)
         self._switch = AdapterSwitch()
         self._linears: dict[LinearUse, AdaptedLinear] = {}
         self._embedding: AdaptedEmbedding | None = None
@@ -81,7 +76,7 @@ class ModelAdapters:
 
     def has(self, name: str) -> bool:
         """Return whether adapters may change the linears of this name: with experts, none in the MLP's place."""
-        return not (self.spec.has_experts and name.startswith(("experts", "mlp.")))
+        return name in get_args(LinearName) and not (self.spec.has_experts and name.startswith("mlp."))
 
     def adapt_linear(self, name: str, base: Linear) -> Linear:
         """Return a linear with places; those of one name come in the order of the layers."""
@@ -149,12 +144,13 @@ class ModelAdapters:
         self.load(place, PackedAdapter({}, None, 0))
 
     def _parts(self, use: LinearUse, adapter: Adapter) -> tuple[list[LoraPart], TokenRows | None]:
-        parts = [self._placed(part, use[1]) for part in adapter.linears.get(use, ())]
+        parts = [self._placed(part, use) for part in adapter.linears.get(use, ())]
         return parts, adapter.head_rows if use == _HEAD else None
 
-    def _placed(self, part: LoraPart, linear: LinearName) -> LoraPart:
+    def _placed(self, part: LoraPart, use: LinearUse) -> LoraPart:
+        layer, linear = use
         rotated = linear == "attention.qkv" and part.module.endswith(self.spec.names.qkv[:2])
-        return pad_part(part, linear, self._shape, self.spec.rotary_pairs if rotated else 0)
+        return pad_part(part, linear, self._shapes[layer or 0], self.spec.rotary_pairs if rotated else 0)
 
     # ------------------------------------------------------------------ steps
 
@@ -178,13 +174,14 @@ def _use(name: str, index: int) -> LinearUse:
     raise AssertionError(f"{name} is no linear of a decoder")
 
 
-def _part_columns(spec: DecoderSpec, shape: AttentionShape, share: Share) -> Mapping[LinearUse, list[int]]:
-    """Return the columns of each part of each linear of a share of the model, heads padded."""
+def _part_columns(spec: DecoderSpec, shapes: Sequence[AttentionShape], share: Share) -> Mapping[LinearUse, list[int]]:
+    """Return the columns of each part of each linear of a share of the model, heads padded; shapes: of the layers."""
     found: dict[LinearUse, list[int]] = {}
     for module in decoder_modules(spec).values():
         if module.linear is not None:
             columns = own_columns(module, spec, share)
             if module.linear == "attention.qkv":
+                shape = shapes[module.layer or 0]
                 columns = [each // shape.head_size * shape.padded_head_size for each in columns]
             found.setdefault((module.layer, module.linear), []).extend(columns)
     return found
@@ -208,7 +205,8 @@ class AdaptingBuilder:
         return self._adapters.adapt_linear(name, linear) if self._adapters.has(name) else linear
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
-        return self._adapters.adapt_embedding(self._device.prepare_embedding(name, weight))
+        embedding = self._device.prepare_embedding(name, weight)
+        return self._adapters.adapt_embedding(embedding) if name == EMBEDDINGS else embedding
 
     def prepare_tied(
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None

@@ -18,7 +18,7 @@ from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.rope_fields import read_rope
 from executor_svc.models.spec import DecoderSpec, LayerNames
 
-_NAMES = LayerNames(
+SANDWICHED = LayerNames(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
@@ -27,7 +27,7 @@ _POSITIONS_2, _POSITIONS_3 = 8192, 131_072
 _WINDOW = 4096
 _HEAD_SIZE = 256
 _QUERY_SCALAR = 256.0
-_GELU: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh"}
+GELU: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh"}
 _FULL_THETA, _WINDOW_THETA = 1_000_000.0, 10_000.0
 
 
@@ -36,8 +36,8 @@ def read_gemma2(config: dict[str, Any]) -> DecoderSpec:
     spec, fields = _read_gemma(config, _POSITIONS_2, None), Fields(config)
     return replace(
         _windowed(fields, spec, every=2),
-        attention_softcap=_softcap(fields, "attn_logit_softcapping", 50.0),
-        logits_softcap=_softcap(fields, "final_logit_softcapping", 30.0),
+        attention_softcap=read_softcap(fields, "attn_logit_softcapping", 50.0),
+        logits_softcap=read_softcap(fields, "final_logit_softcapping", 30.0),
     )
 
 
@@ -53,7 +53,7 @@ def read_gemma3(config: dict[str, Any]) -> DecoderSpec:
         layers=tuple(layer if layer.window is None else replace(layer, rope=local) for layer in spec.layers),
         context_limit=positions,  # already the extended length
         head_norms="heads",
-        logits_softcap=_softcap(fields, "final_logit_softcapping", None),
+        logits_softcap=read_softcap(fields, "final_logit_softcapping", None),
     )
 
 
@@ -66,13 +66,13 @@ def _read_gemma(config: dict[str, Any], max_positions: int, read_rotary: RopeRea
         head_size=_HEAD_SIZE,
         tied=True,
         read_rotary=read_rotary,
-        activation=("hidden_activation", "gelu_pytorch_tanh", _GELU),
+        activation=("hidden_activation", "gelu_pytorch_tanh", GELU),
     )
     return replace(
         spec,
         qkv_bias=bias,
         output_bias=bias,
-        names=_NAMES,
+        names=SANDWICHED,
         norm_weight_offset=1.0,
         attention_scale=1 / math.sqrt(fields.number("query_pre_attn_scalar", _QUERY_SCALAR)),
         embedding_scale=math.sqrt(spec.hidden_size),
@@ -86,7 +86,7 @@ def _windowed(fields: Fields, spec: DecoderSpec, every: int) -> DecoderSpec:
     return with_windows(spec, windows)
 
 
-def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
+def read_softcap(fields: Fields, name: str, default: float | None) -> float | None:
     """Return a cap; null: no cap; absent: the family's default."""
     return fields.optional_number(name) if fields.has(name) else default
 

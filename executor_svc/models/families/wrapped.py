@@ -1,5 +1,6 @@
-"""Models that also take images, of which the text part is run: Gemma3ForConditionalGeneration (Gemma 3, 4B to 27B) and
-Mistral3ForConditionalGeneration (Mistral Small 3.1 and 3.2, Ministral 3).
+"""Models that also take images, of which the text part is run: Gemma3ForConditionalGeneration (Gemma 3, 4B to 27B),
+Gemma4ForConditionalGeneration, Llama4ForConditionalGeneration and Mistral3ForConditionalGeneration (Mistral Small 3.1
+and 3.2, Ministral 3).
 
 The decoder's fields are those of `text_config`.
 """
@@ -14,11 +15,15 @@ from cadenza_common.brief import brief
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.gemma import read_gemma3
+from executor_svc.models.families.gemma4 import read_gemma4
+from executor_svc.models.families.llama4 import read_llama4
 from executor_svc.models.families.mistral import read_ministral3, read_mistral
 from executor_svc.models.spec import DecoderSpec
 
 _READERS: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "gemma3_text": read_gemma3,
+    "gemma4_text": read_gemma4,
+    "llama4_text": read_llama4,
     "ministral3": read_ministral3,
     "mistral": read_mistral,
 }
@@ -31,13 +36,26 @@ _GEMMA3: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 """What transformers takes for fields that older files leave out."""
+_GEMMA4: dict[str, Any] = {**_GEMMA3, "vocab_size": 262_144, "num_hidden_layers": 30}
 _FILE = "config.json: "
-_OTHERS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+_OTHERS = (
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
+)  # fmt: skip
 
 
 def read_gemma3_wrapped(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     return _read(config, "gemma3_text", _GEMMA3)
+
+
+def read_gemma4_wrapped(config: dict[str, Any]) -> DecoderSpec:
+    """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
+    return _read(config, "gemma4_text", _GEMMA4)
+
+
+def read_llama4_wrapped(config: dict[str, Any]) -> DecoderSpec:
+    """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
+    return _read(config, "llama4_text", {})
 
 
 def read_mistral3_wrapped(config: dict[str, Any]) -> DecoderSpec:
@@ -61,4 +79,4 @@ def _read(config: dict[str, Any], kind: str, defaults: dict[str, Any]) -> Decode
         spec = _READERS[kind](content)
     except ModelConfigError as error:
         raise ModelConfigError(f"{_FILE}text_config.{str(error).removeprefix(_FILE)}") from None
-    return replace(spec, ignored=(*_OTHERS, *(f"model.{each}" for each in _OTHERS)))
+    return replace(spec, ignored=(*spec.ignored, *_OTHERS, *(f"model.{each}" for each in _OTHERS)))

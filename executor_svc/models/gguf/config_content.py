@@ -12,6 +12,7 @@ from cadenza_common.gguf.file import GgufFile
 from cadenza_common.gguf.metadata import END_KEYS, END_TEXTS
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.expert_content import MAX_LAYERS, MIXTURES, expert_content
+from executor_svc.models.gguf.gemma4_content import GEMMA4, gemma4_content
 from executor_svc.models.gguf.rope_content import VectorReader, rope_content, shortest
 
 _ARCHITECTURES = {
@@ -22,6 +23,7 @@ _ARCHITECTURES = {
     "falcon": "FalconForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gptneox": "GPTNeoXForCausalLM",
@@ -43,6 +45,7 @@ _ARCHITECTURES = {
 }
 _MODEL_TYPES = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "gptneox": "gpt_neox",
     "hunyuan-dense": "hunyuan_v1_dense",
     "mistral3": "ministral3",
@@ -92,10 +95,10 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
         "dtype": "bfloat16",
         "vocab_size": read.vocabulary(),
         "hidden_size": hidden,
-        "intermediate_size": read.uniform("feed_forward_length"),
+        "intermediate_size": read.first("feed_forward_length"),
         "num_hidden_layers": metadata.integer(f"{architecture}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": read.uniform("attention.head_count_kv", heads),
+        "num_key_value_heads": read.first("attention.head_count_kv", heads),
         "head_dim": head_size,
         "max_position_embeddings": metadata.integer(f"{architecture}.context_length"),
         _LAYER_NORMS.get(architecture, "rms_norm_eps"): read.number(
@@ -159,6 +162,20 @@ class _KeyReader:
             raise metadata.error(key, "must be one positive integer for all layers")
         return by_layer.pop()
 
+    def first(self, name: str, default: int | None = None) -> int:
+        """As `uniform`; of an architecture whose layers differ that of the first layer."""
+        return self.by_layer(name, 1, default)[0] if self.architecture == GEMMA4 else self.uniform(name, default)
+
+    def by_layer(self, name: str, count: int, default: int | None = None) -> list[int]:
+        """Return the positive integers of at least `count` layers, which may be given as one for all."""
+        key, metadata = f"{self.architecture}.{name}", self.file.metadata
+        if not isinstance(metadata.get(key), list):
+            return [metadata.integer(key, default)] * count
+        found = metadata.integers(key)
+        if len(found) < count or min(found, default=0) < 1:
+            raise metadata.error(key, f"must be positive integers for {count} layers")
+        return found
+
     def vocabulary(self) -> int:
         """Return the number of rows of the table of embeddings: not all files have it in their metadata."""
         table = self.file.tensors.get(_TABLE)
@@ -176,6 +193,8 @@ def _family_content(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]
             # Converters store Mistral under this name; llama.cpp ignores its window.
             mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
             return {**mistral, "sliding_window": window} if window else {}
+        case "gemma4":
+            return gemma4_content(read, content, _layer_types(read, content))
         case "gemma2" | "gemma3":
             return _gemma_content(read, content, window)
         case "phi3":

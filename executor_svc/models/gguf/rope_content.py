@@ -18,6 +18,10 @@ def rope_content(file: GgufFile, architecture: str, head_size: int, read_vector:
     """Return the fields; read_vector: returns the tensor of a name. Raises GgufError, and what read_vector raises."""
     metadata, prefix = file.metadata, f"{architecture}.rope"
     theta = shortest(metadata.number(f"{prefix}.freq_base", 10_000.0))
+    if architecture == "gemma4":
+        windowed = {"rope_theta": shortest(metadata.number(f"{prefix}.freq_base_swa", 10_000.0))}
+        full = _proportional(file, read_vector("rope_freqs.weight")) | {"rope_theta": theta}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
     content: dict[str, Any] = {"rope_theta": theta}
     size = metadata.integer(f"{prefix}.dimension_count", head_size)
     if architecture in ("glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi2", "phi3"):
@@ -48,6 +52,16 @@ def rope_content(file: GgufFile, architecture: str, head_size: int, read_vector:
     if architecture == "phi3":
         content["original_max_position_embeddings"] = original
     return content
+
+
+def _proportional(file: GgufFile, factors: list[float] | None) -> dict[str, Any]:
+    """Return the type of Gemma 4's layers with full attention: factors are 1, and 1e30 where nothing is rotated."""
+    if factors is None:
+        return {}
+    rotated = sum(factor == 1.0 for factor in factors)
+    if any(factor != 1.0 for factor in factors[:rotated]) or any(factor < 1e29 for factor in factors[rotated:]):
+        raise LoaderError(f"{file.paths[0]}: tensor rope_freqs.weight must hold 1, and 1e30 from some number on")
+    return {"rope_type": "proportional", "partial_rotary_factor": _share(2 * rotated, 2 * len(factors))}
 
 
 def _factors(file: GgufFile, read_vector: VectorReader) -> tuple[list[float], list[float]] | None:

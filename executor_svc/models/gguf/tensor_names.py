@@ -14,7 +14,15 @@ from torch import Tensor
 
 from executor_svc.models.file_form import FINAL_NORM, HEAD, POSITIONS, TABLE
 
-_ENDS = {TABLE: "token_embd", POSITIONS: "position_embd", FINAL_NORM: "output_norm", HEAD: "output"}
+_ENDS = {
+    TABLE: "token_embd",
+    POSITIONS: "position_embd",
+    FINAL_NORM: "output_norm",
+    HEAD: "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
 _LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -54,10 +62,17 @@ _CHOICE_BIAS = re.compile(r"model\.layers\.(\d+)\..+\.e_score_correction_bias")
 _GEMMA = ("gemma2", "gemma3")
 _NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _GEMMA_NORMS = _NORMS_AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
+_INPUTS = {
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
+_SCALAR = "layer_scalar"
 _NEOX_MLP = {"mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"}
 _OTHER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(_GEMMA, _GEMMA_NORMS),
     **dict.fromkeys(("exaone4", "olmo2"), _NORMS_AFTER),
+    "gemma4": _GEMMA_NORMS | _INPUTS,
     "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
@@ -109,12 +124,22 @@ class TensorNames:
         if part in _ENDS:
             return f"{_ENDS[part]}.{kind}"
         words = part.split(".", 3)
+        if kind == _SCALAR and len(words) == 3:
+            return f"blk.{words[2]}.layer_output_scale.weight"
         if kind == "sinks":
             return f"blk.{words[2]}.attn_sinks.weight"
         layer_names = _LAYER | _OTHER_NAMES.get(self.architecture, {})
         if len(words) < 4 or words[3] not in layer_names:
             return name
         return f"blk.{words[2]}.{layer_names[words[3]]}.{kind}"
+
+    def original(self, stored: str) -> str:
+        """Return transformers' name of a layer's tensor; others stay as they are."""
+        words = stored.split(".", 3)
+        names = {name: own for own, name in (_LAYER | _OTHER_NAMES.get(self.architecture, {})).items()}
+        if len(words) < 4 or words[0] != "blk" or words[2] not in names:
+            return stored
+        return f"model.layers.{words[1]}.{names[words[2]]}.{words[3]}"
 
     @staticmethod
     def expert(name: str) -> int | None:

@@ -117,7 +117,8 @@ class GgufWeights(Weights):
         used = {self._names.stored(name) for name in self._hashes}
         copy = self._names.stored(f"{HEAD}.weight") if ignored(f"{HEAD}.weight") else None  # of the table
         used -= {name for name, each in self._matrices.items() if len(each) != self._file.tensors[name].shape[0]}
-        unused = sorted(name for name in self._file.tensors if name not in used and not ignored(name))
+        unused = sorted(name for name in self._file.tensors if name not in used)
+        unused = [name for name in unused if not ignored(name) and not ignored(self._names.original(name))]
         unused = [name for name in unused if name not in (*_FACTORS, copy)]
         if unused:
             shown = ", ".join(unused[:3]) + (", …" if len(unused) > 3 else "")

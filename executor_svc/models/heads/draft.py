@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
-from executor_svc.device.kernels import AttentionShape
-from executor_svc.device.kv_cache import DraftLayers
-from executor_svc.device.kv_layout import LayerKV
+from executor_svc.device.kv_cache import DraftLayers, layers_of_heads
 from executor_svc.device.stored_linear import FewBits
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.decoder import Decoder
@@ -21,6 +19,7 @@ from executor_svc.models.folder import LoaderError, tokenizer_of
 from executor_svc.models.heads.vocabulary import check_same_tokens
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.registry import ARCHITECTURES
+from executor_svc.plan.description import LayerHeads
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 class DraftModel(Protocol):
     """What all drafts have: a model's layers in the cache."""
 
-    attention_shapes: tuple[AttentionShape, ...]
+    layer_heads: tuple[LayerHeads, ...]
     num_layers: int
 
 
@@ -126,10 +125,7 @@ def warn_about_limit(name: str, context_limit: int, max_model_len: int) -> None:
 
 def layers_of(model: DraftModel, device: Device, num_parameters: int, few_bits: FewBits) -> DraftLayers:
     """Return what a draft adds to the target's memory."""
-    shapes = {replace(shape, window=None, scale=1.0, softcap=None) for shape in model.attention_shapes}
-    assert len(shapes) == 1, "layers with different heads"
-    (shape,) = shapes
-    layers = (LayerKV(shape.num_kv_heads, shape.padded_head_size),) * model.num_layers
+    layers = layers_of_heads(model.layer_heads, device.kernels.padded_head_size)
     return DraftLayers(layers, num_parameters * device.dtype.itemsize - few_bits.saved_bytes)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope
-from executor_svc.models.decoder import attention_shape
+from executor_svc.models.decoder import attention_shape, layer_heads
 from executor_svc.models.decoder_weights import LayerWeights
 from executor_svc.models.heads.eagle3_spec import Eagle3Spec
 from executor_svc.models.layers.norm import Norm
@@ -59,6 +59,7 @@ class Eagle3Head:
         """[draft_vocab_size] int64: the target's id of each id of the head; None: they are the same ids."""
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(attention_shapes))
         """As in `models.base.CausalLM`."""
+        self.layer_heads = layer_heads(spec.decoder)
         self._plan_of = [self.attention_shapes.index(shape) for shape in attention_shapes]
         self._rotaries = list(dict.fromkeys(rotaries))
         self._rotary_of = [self._rotaries.index(rotary) for rotary in rotaries]

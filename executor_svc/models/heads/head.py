@@ -8,12 +8,14 @@ from typing import Protocol
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Rope
+from executor_svc.plan.description import LayerHeads
 
 
 class DraftHead(Protocol):
     """Row p of a sequence reads the target's states at position p and the token at p + 1; it predicts that at p + 2."""
 
     attention_shapes: tuple[AttentionShape, ...]
+    layer_heads: tuple[LayerHeads, ...]
     num_layers: int
     hidden_size: int
     vocab_size: int

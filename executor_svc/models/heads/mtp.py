@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope
+from executor_svc.models.decoder import layer_heads
 from executor_svc.models.decoder_weights import LayerWeights
 from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import Rotary
@@ -58,6 +59,7 @@ class MtpHead:
         self.hidden_size = spec.hidden_size
         self.state_layers: tuple[int, ...] = (num_target_layers,)
         self.attention_shapes: tuple[AttentionShape, ...] = (attention_shape,)
+        self.layer_heads = layer_heads(spec)
         self._rotary = rotary
         self._spec = spec
         self._weights = weights

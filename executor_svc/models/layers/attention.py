@@ -69,7 +69,10 @@ class Attention:
         self._sinks = sinks
 
     def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan, table: int = 0) -> Tensor:
-        """Return [T, hidden] for x [T, hidden]; write this step's keys and values to kv_layer, in pages of a table."""
+        """Return [T, hidden] for x [T, hidden]; write this step's keys and values, if it has its own, to kv_layer.
+
+        table: as in `Kernels.rope_write_kv`.
+        """
         qkv = self._qkv(x)
         q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, self._norms, self._scales, table)
         return self._output(self._kernels.attention(q, kv_layer, self._shape, plan, self._scales, self._sinks, table))

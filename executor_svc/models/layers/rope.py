@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -17,6 +17,9 @@ _TILE_ROWS = 512
 """Rows of a table that are computed at once, in cache."""
 
 _NO_SCALING = NoScaling()
+LATER = {"later": True}
+"""Marks fields that are in a model's digest only where they have other values than their defaults: so digests of
+models from before there were such fields stay as they were."""
 
 
 Rounding = Literal["products", "sum", "angles and sum"]
@@ -25,16 +28,21 @@ Rounding = Literal["products", "sum", "angles and sum"]
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """Queries at position p are multiplied with 1 + beta * ln(1 + floor(p / original)) after the rotation (Llama 4)."""
+    """Queries at position p are multiplied with 1 + beta * ln(1 + floor((p + first) / original)) after the rotation."""
 
     beta: float
     original_max_position: int
+    first: int = field(default=0, repr=False, metadata=LATER)
+    """What counts as position 0: 1 of Llama 4."""
+    rounded: bool = field(default=True, repr=False, metadata=LATER)
+    """Whether the factor is rounded to the model's dtype."""
 
     def factors(self, max_model_len: int, dtype: torch.dtype) -> Tensor:
         """Return the factor of each position below max_model_len."""
-        length = self.original_max_position
-        steps = [1 + self.beta * log(1 + step) for step in range(-(-max_model_len // length))]
-        return torch.tensor(steps, dtype=torch.float32).repeat_interleave(length)[:max_model_len].to(dtype)
+        length, end = self.original_max_position, max_model_len + self.first
+        steps = [1 + self.beta * log(1 + step) for step in range(-(-end // length))]
+        found = torch.tensor(steps, dtype=torch.float32).repeat_interleave(length)[self.first : end]
+        return found.to(dtype) if self.rounded else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,7 @@ class RopeConfig:
 
     theta: float
     size: int
-    """Number of leading dimensions of each head that are rotated: even, all or a part of them."""
+    """Number of leading dimensions of each head that are rotated: even, all or a part of them; 0: none."""
     scaling: Scaling = _NO_SCALING
     rounding: Rounding = "products"
     query_scaling: QueryScaling | None = None
@@ -119,11 +127,11 @@ class RotaryTables:
 
     def __init__(self, config: RopeConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         """Angles are rounded to fp32, as in transformers. dtype: of the model."""
-        frequencies = inverse_frequencies(config, max_model_len)
+        frequencies = inverse_frequencies(config, max_model_len) if config.size else torch.empty(0)
         stored = dtype if config.rounding == "products" else torch.float32
         rounded = torch.float32 if config.rounding == "sum" else dtype
         cos, sin = (torch.empty(max_model_len, config.size, dtype=stored) for _ in range(2))
-        for start in range(0, max_model_len, _TILE_ROWS):
+        for start in range(0, max_model_len if config.size else 0, _TILE_ROWS):
             end = min(start + _TILE_ROWS, max_model_len)
             angles = torch.arange(start, end).float()[:, None] * frequencies
             if float(angles[-1].abs().max()) > LARGEST_ANGLE:

@@ -58,6 +58,20 @@ class NoScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """The first pairs of halves have the frequencies of an unscaled embedding, the others 0 (Gemma 4)."""
+
+    rotated: int
+    """Dimensions with frequencies other than 0: even."""
+    attention_factor: float = 1.0
+
+    def frequencies(self, theta: float, size: int, max_model_len: int) -> Tensor:
+        frequencies = plain_frequencies(theta, size)
+        frequencies[self.rotated // 2 :] = 0.0
+        return frequencies
+
+
+@dataclass(frozen=True, slots=True)
 class LinearScaling:
     """Positions divided by a factor (Chen et al., 2023)."""
 
@@ -164,5 +178,5 @@ class DynamicScaling:
         return _power(bases[:, None], _exponents_on(size, lengths.device)).reciprocal()
 
 
-StaticScaling = NoScaling | LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+StaticScaling = NoScaling | ProportionalScaling | LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 Scaling = StaticScaling | DynamicScaling

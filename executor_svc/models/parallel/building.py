@@ -10,16 +10,18 @@ from executor_svc.device.ranks import RankKernels
 from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder
 from executor_svc.models.parallel.split import ROW_PARALLEL
-from executor_svc.models.spec import HEAD
+from executor_svc.models.spec import EMBEDDINGS, HEAD, DecoderSpec
 
 
 class RankBuilder:
     """Implements `models.base.Builder` for a rank's weights."""
 
-    def __init__(self, device: Builder, ranks: RankKernels, vocab_size: int) -> None:
+    def __init__(self, device: Builder, ranks: RankKernels, spec: DecoderSpec) -> None:
+        """spec: of the whole model."""
         self.torch_device, self.dtype = device.torch_device, device.dtype
         self._device, self._ranks = device, ranks
-        self._vocab_size = vocab_size
+        self._vocab_size = spec.vocab_size
+        self._inputs = spec.layer_inputs
 
     @property
     def kernels(self) -> Kernels:
@@ -34,7 +36,10 @@ class RankBuilder:
         return self._head(linear) if name == HEAD else linear
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
-        return self._embedding(self._device.prepare_embedding(name, weight))
+        table = self._device.prepare_embedding(name, weight)
+        if name == EMBEDDINGS or self._inputs is None:
+            return self._embedding(table)
+        return OwnersEmbedding(table, self._inputs.vocab_size, self._ranks)
 
     def prepare_tied(
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from executor_svc.device.ranks import Share
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.spec import HEAD, TABLE, DecoderSpec
+from executor_svc.models.spec import HEAD, LAYER_TABLE, TABLE, DecoderSpec, LayerSizes
 
 ROW_PARALLEL = ("attention.output", "mlp.down")
 """Linears of which a rank has columns: the results of all ranks are summed."""
@@ -37,15 +37,17 @@ def check_split(spec: DecoderSpec, size: int) -> None:
     """Raise ModelConfigError, by the field's name, for a model that cannot be divided among so many ranks."""
     if spec.has_experts:
         raise ModelConfigError("mixtures of experts are not divided among ranks")
-    for field, count in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
+    inner = {spec.sizes(index).intermediate_size for index in range(spec.num_layers)}
+    for field, count in (("num_attention_heads", spec.num_heads), *(("intermediate_size", each) for each in inner)):
         if count % size:
             raise ModelConfigError(f"{field} {count} cannot be divided among {size} ranks")
     if spec.head_norms == "all heads" and size > 1:
         raise ModelConfigError(f"q_norm and k_norm normalize all heads together, which {size} ranks have parts of")
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        raise ModelConfigError(
-            f"num_key_value_heads {spec.num_kv_heads} can be neither divided among {size} ranks nor repeated on them"
-        )
+    for count in sorted({spec.sizes(index).num_kv_heads for index in range(spec.num_layers)}):
+        if count % size and size % count:
+            raise ModelConfigError(
+                f"num_key_value_heads {count} can be neither divided among {size} ranks nor repeated on them"
+            )
 
 
 def spec_of(spec: DecoderSpec, share: Share) -> DecoderSpec:
@@ -53,13 +55,20 @@ def spec_of(spec: DecoderSpec, share: Share) -> DecoderSpec:
 
     Where there are fewer KV heads than ranks, several ranks have the same one.
     """
-    size = share.size
+    own = _sizes_of(LayerSizes(spec.num_kv_heads, spec.head_size, spec.intermediate_size), share)
+    layers = (replace(each, sizes=each.sizes and _sizes_of(each.sizes, share)) for each in spec.layers)
     return replace(
         spec,
-        num_heads=spec.num_heads // size,
-        num_kv_heads=max(1, spec.num_kv_heads // size),
-        intermediate_size=spec.intermediate_size // size,
+        num_heads=spec.num_heads // share.size,
+        num_kv_heads=own.num_kv_heads,
+        intermediate_size=own.intermediate_size,
+        layers=tuple(layers),
     )
+
+
+def _sizes_of(sizes: LayerSizes, share: Share) -> LayerSizes:
+    kv_heads, inner = max(1, sizes.num_kv_heads // share.size), sizes.intermediate_size // share.size
+    return LayerSizes(kv_heads, sizes.head_size, inner)
 
 
 def part_of(name: str, spec: DecoderSpec, share: Share) -> Part | None:
@@ -69,21 +78,31 @@ def part_of(name: str, spec: DecoderSpec, share: Share) -> Part | None:
     """
     if name in (TABLE, HEAD):
         return Part((share.of(spec.vocab_size),), False, spec.vocab_size)
-    heads, keys, inner = _heads(spec, share), _kv_heads(spec, share), share.of(spec.intermediate_size)
-    module, names = name.rpartition("layers.")[2].partition(".")[2], spec.names
+    if name == LAYER_TABLE and spec.layer_inputs is not None:
+        rows = spec.layer_inputs.vocab_size
+        return Part((share.of(rows),), False, rows)
+    index, _, module = name.rpartition("layers.")[2].partition(".")
+    return _part_of_module(module, int(index), spec, share) if module and index.isdecimal() else None
+
+
+def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) -> Part | None:
+    """Return a rank's part of the tensors of a layer's module."""
+    sizes, names = spec.sizes(index), spec.names
+    inner = share.of(sizes.intermediate_size)
     if module == "self_attn":  # its sinks
         return Part((share.of(spec.num_heads),), False, spec.num_heads)
+    heads, keys = _heads(spec.num_heads, sizes.head_size, share), _kv_heads(sizes, share)
     if module == names.output:
-        return Part((heads,), True, spec.num_heads * spec.head_size)
+        return Part((heads,), True, spec.num_heads * sizes.head_size)
     if module == names.down:
-        return Part((inner,), True, spec.intermediate_size)
+        return Part((inner,), True, sizes.intermediate_size)
     if module in names.qkv:
-        q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        q, kv = spec.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
         return _part_of_rows(names.qkv.index(module), len(names.qkv), (q, kv, kv), (heads, keys, keys))
     if module in names.into_mlp:
         count = 2 if spec.gated_mlp else 1
-        index, all_rows = names.into_mlp.index(module), (spec.intermediate_size,) * count
-        return _part_of_rows(index, len(names.into_mlp), all_rows, (inner,) * count)
+        place, all_rows = names.into_mlp.index(module), (sizes.intermediate_size,) * count
+        return _part_of_rows(place, len(names.into_mlp), all_rows, (inner,) * count)
     return None
 
 
@@ -95,16 +114,16 @@ def _part_of_rows(index: int, num_stored: int, rows: tuple[int, ...], parts: tup
     return Part(tuple(_moved(part, start) for part, start in zip(parts, starts, strict=False)), False, sum(rows))
 
 
-def _heads(spec: DecoderSpec, share: Share) -> range:
-    count = spec.num_heads // share.size * spec.head_size
+def _heads(num_heads: int, head_size: int, share: Share) -> range:
+    count = num_heads // share.size * head_size
     return range(share.rank * count, (share.rank + 1) * count)
 
 
-def _kv_heads(spec: DecoderSpec, share: Share) -> range:
+def _kv_heads(sizes: LayerSizes, share: Share) -> range:
     """Return the rows of this rank's KV heads; with fewer heads than ranks, neighbors have the same one."""
-    count = max(1, spec.num_kv_heads // share.size)
-    first = share.rank * spec.num_kv_heads // share.size
-    return range(first * spec.head_size, (first + count) * spec.head_size)
+    count = max(1, sizes.num_kv_heads // share.size)
+    first = share.rank * sizes.num_kv_heads // share.size
+    return range(first * sizes.head_size, (first + count) * sizes.head_size)
 
 
 def _moved(rows: range, by: int) -> range:

@@ -13,6 +13,7 @@ from executor_svc.device.interface import Device
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight, WeightSource
 from executor_svc.models.folder import LoaderError
+from executor_svc.models.spec import LAYER_TABLE
 
 Rounding = Literal["int8", "int4"]
 
@@ -21,7 +22,7 @@ INT8 = QuantFormat("int8", bits=8, group=GROUP, zero=128)
 INT4 = QuantFormat("int4", bits=4, group=GROUP, zero=8)
 
 TABLES = ("lm_head", "model.embed_tokens")
-"""In 8 bits with int4, too: their errors reach the logits directly."""
+"""In 8 bits with int4, too: their errors reach the logits directly. So is the table of inputs of layers."""
 
 
 def rounding_of(config: ExecutorConfig, device: Device) -> Rounding | None:
@@ -71,7 +72,7 @@ class RoundedSource:
             )
         if shape[1] % GROUP:
             return stored if self._listener is None else self._listener.dense(f"{prefix}.weight", stored)
-        kind = INT4 if self._rounding == "int4" and prefix not in TABLES else INT8
+        kind = INT4 if self._rounding == "int4" and prefix not in (*TABLES, LAYER_TABLE) else INT8
         rows: QuantRows = RoundedRows(prefix, stored, kind)
         return rows if self._listener is None else self._listener.rounded(prefix, rows)
 

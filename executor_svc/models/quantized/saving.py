@@ -24,7 +24,7 @@ from executor_svc.models.base import StoredWeight
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.quantized.round_to_nearest import TABLES, Rounding
 from executor_svc.models.safetensors_file import LENGTH_BYTES
-from executor_svc.models.spec import MTP_LAYERS_FIELD
+from executor_svc.models.spec import LAYER_TABLE, MTP_LAYERS_FIELD
 
 _HEADER_BYTES = 4 << 20
 """Reserved for the header, which the file begins with; spaces follow it."""
@@ -50,6 +50,7 @@ class QuantizedFolder:
         self._rounding = rounding
         self._dtype = dtype
         self._dense: list[str] = []
+        self._tables = list(TABLES)
         if self._target.exists():
             raise LoaderError(f"--save-quantized {target}: it is there already; give a new folder")
         try:
@@ -107,6 +108,7 @@ class QuantizedFolder:
     def rounded(self, prefix: str, rows: QuantRows) -> QuantRows:
         """As in `RoundedListener`."""
         count, columns = rows.shape
+        self._tables += [prefix] if prefix == LAYER_TABLE else []
         packed = self._file.place(f"{prefix}.weight_packed", (count, columns * rows.format.bits // 32), torch.int32)
         scale = self._file.place(f"{prefix}.weight_scale", (count, columns // rows.format.group), torch.float16)
         self._file.place(f"{prefix}.weight_shape", (2,), torch.int64).write(torch.tensor(rows.shape))
@@ -119,7 +121,7 @@ class QuantizedFolder:
             content = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
             content.pop("torch_dtype", None)
             content["dtype"] = str(self._dtype).removeprefix("torch.")
-            content["quantization_config"] = _quantization_config(self._rounding, self._dense)
+            content["quantization_config"] = _quantization_config(self._rounding, self._dense, self._tables)
             if MTP_LAYERS_FIELD in content:
                 content[MTP_LAYERS_FIELD] = 0  # the model does not read them, so they are not here
             (self._partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -240,9 +242,12 @@ class _SavedRows:
             yield block
 
 
-def _quantization_config(rounding: Rounding, dense: list[str]) -> dict[str, Any]:
-    """Return the section of config.json; dense: linears and tables that are not in few bits."""
-    groups = {"group_0": _scheme(["Linear"], 8 if rounding == "int8" else 4), "group_1": _scheme(list(TABLES), 8)}
+def _quantization_config(rounding: Rounding, dense: list[str], tables: list[str]) -> dict[str, Any]:
+    """Return the section of config.json.
+
+    dense: linears and tables that are not in few bits; tables: all that are in 8 bits if they are in few.
+    """
+    groups = {"group_0": _scheme(["Linear"], 8 if rounding == "int8" else 4), "group_1": _scheme(tables, 8)}
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",

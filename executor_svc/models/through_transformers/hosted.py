@@ -11,6 +11,7 @@ from torch import Tensor
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 from executor_svc.models.through_transformers.attention import PagedAttention, attending
 from executor_svc.models.through_transformers.probe import LayerAttention, ProbeResult
+from executor_svc.plan.description import LayerHeads
 
 
 class HostedModel:
@@ -31,6 +32,7 @@ class HostedModel:
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes))
         self.windows = tuple(shape.window for shape in shapes)
         self._plan_of = [self.attention_shapes.index(shape) for shape in shapes]
+        self.layer_heads = tuple(LayerHeads(shape.num_kv_heads, shape.head_size) for shape in shapes)
         self.kv_scales: Sequence[KVScales | None] = [None] * self.num_layers
         """Scales of each layer, for a cache in fp8; must be set before the model runs over such a cache."""
         self._output: Any = None

@@ -87,11 +87,31 @@ def test_ids_of_llama_cpps_own_tests() -> None:
             found = tokenizer.encode(text, add_special_tokens=False)
             assert found == [int(token_id) for token_id in expected.split()], (name, text)
     for problem in refused:
-        assert re.search(r"tokenizer\.ggml\.(model|pre) is '(bert|t5|gemma4|deepseek-llm)'; supported", problem)
+        assert re.search(r"tokenizer\.ggml\.(model|pre) is '(bert|t5|deepseek-llm)'; supported", problem)
     assert checked == {
-        "command-r", "deepseek-coder", "falcon", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35",
-        "refact", "starcoder",
+        "command-r", "deepseek-coder", "falcon", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2",
+        "qwen35", "refact", "starcoder",
     }  # fmt: skip
+
+
+def test_gemma4_merges_over_whole_texts(tmp_path: Path) -> None:
+    """By the merges of the file, over spaces and line ends; what is no token has its bytes, and BOS is always there."""
+    special, pieces = ["<pad>", "<eos>", "<bos>", "<unk>"], ["▁", "a", "b", "\n", "▁a", "ab", "▁ab", "\n\n"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    pairs: Pairs = {
+        "model": "gemma4",
+        "tokens": tokens,
+        "token_type": [3] * 4 + [6] * 256 + [1] * len(pieces),
+        "merges": ["▁ a", "▁a b", "a b", "\n \n"],
+        "add_space_prefix": False,
+        "add_bos_token": False,
+        **{f"{name}_token_id": at for at, name in enumerate(("padding", "eos", "bos", "unknown"))},
+    }
+    tokenizer = load(tmp_path, pairs)
+    found = tokenizer.encode("ab ab  b\n\nac")
+    texts = [tokens[token_id] for token_id in found]
+    assert texts == ["<bos>", "ab", "▁ab", "▁", "▁", "b", "\n\n", "a", "<0x63>"]
+    assert tokenizer.decode(found) == "ab ab  b\n\nac"
 
 
 @pytest.mark.parametrize("name", [BYTE_LEVEL, "bpe-qwen2", SENTENCEPIECE, "spm-gemma"])

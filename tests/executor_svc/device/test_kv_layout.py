@@ -91,7 +91,7 @@ def test_no_byte_is_of_two_layers(layers: list[LayerKV], block_size: int) -> Non
 def layout_of(windows: tuple[int | None, ...], num_draft_layers: int = 0, **options: Any) -> KVLayout:
     geometry = ModelGeometry("", "", 9, 64, len(windows), 4, 2, 64, 4096, "bfloat16", 0, 0, windows=windows)
     draft = DraftLayers((LayerKV(1, 64),) * num_draft_layers, 0)
-    return model_layout(geometry, 64, draft, ExecutorConfig(model=".", **options), BF16)
+    return model_layout(geometry, lambda size: size, draft, ExecutorConfig(model=".", **options), BF16)
 
 
 def test_layers_with_a_window_are_groups_of_their_own() -> None:

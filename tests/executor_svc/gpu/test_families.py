@@ -19,6 +19,15 @@ HOSTED = "codegen", "gptj"
 SEVERAL_LAYERS = "gemma2", "gemma3_text", "llama", "qwen2"
 """Those whose layers differ, and a plain one; of the others one layer is as good as two."""
 
+SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
+SHORT = "gpt2", "apertus", "cohere2", "gemma4_text", "olmo2"
+
+FEWEST_LAYERS = {
+    "gemma4_text": {"num_hidden_layers": 4, "layer_types": SLIDING_AND_FULL * 2, "num_kv_shared_layers": 2},
+    "llama4_text": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+}
+"""Of families that need more than two for all of their parts, or say so layer by layer."""
+
 OF_LISTS = ("granite_swa",)
 """Those whose fields name each layer."""
 
@@ -39,13 +48,12 @@ def tokens_of(model: Model) -> list[list[int]]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "family", short_and_long([*FAMILIES, *NEWER, *HOSTED], [*SEVERAL_LAYERS, "gpt2", "apertus", "cohere2", "olmo2"])
-)
+@pytest.mark.parametrize("family", short_and_long([*FAMILIES, *NEWER, *HOSTED], [*SEVERAL_LAYERS, *SHORT]))
 def test_tokens_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
     """Heads are of sizes that attention is not made for, and filled up."""
-    several = {"num_hidden_layers": 2 if family in (*SEVERAL_LAYERS, *NEWER) else 1}
-    folder = make_checkpoint(tmp_path, family, **({} if family in OF_LISTS else several))
+    shape = FEWEST_LAYERS.get(family, {"num_hidden_layers": 2 if family in (*SEVERAL_LAYERS, *NEWER) else 1})
+    shape = {} if family in OF_LISTS else shape
+    folder = make_checkpoint(tmp_path, family, **shape)
     expected = tokens_of(Model(folder))
     assert [len(step) for step in expected] == [0, 2, 2]
     assert tokens_of(Model(folder, device="cuda")) == expected

@@ -142,3 +142,38 @@ def test_simulated_executor_takes_the_sizes(tmp_path: Path) -> None:
     path.write_bytes(MIXED.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0mamba", 1))
     with pytest.raises(LoaderError, match="architecture 'mamba' is not supported in GGUF files"):
         simulated_model(ExecutorConfig(model=str(path), simulate="instant"))
+
+
+GEMMA4_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no pattern": ({"gemma4.attention.sliding_window_pattern": [True]}, "sliding_window_pattern must have a flag for"),
+    "few heads": ({"gemma4.attention.head_count_kv": [2]}, "head_count_kv must be positive integers for 6 layers"),
+    "other heads": ({"gemma4.attention.head_count_kv": [2, 1, 4, 1, 2, 1]}, "head_count_kv must be one number for s"),
+    "no heads": ({"gemma4.attention.head_count_kv": [2, 0, 2, 1, 2, 1]}, "head_count_kv must be positive integers"),
+    "widths": ({"gemma4.feed_forward_length": [72, 72, 90, 144, 144, 144]}, "feed_forward_length must be that of the"),
+    "values": ({"gemma4.attention.value_length_swa": 8}, "value_length_swa must be the key length, 12"),
+    "shared": (
+        {"gemma4.attention.shared_kv_layers": 6, "gemma4.feed_forward_length": 72},
+        "num_kv_shared_layers 6 must be below num_hidden_layers 6",
+    ),
+    "experts": ({"gemma4.expert_count": 8}, "mixtures of experts are not supported"),
+}
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("gemma4"), "gemma4_text", attention_bias=False)
+
+
+@pytest.mark.parametrize("name", GEMMA4_REFUSED)
+def test_layers_of_gemma4_that_are_refused(tmp_path: Path, gemma4: Path, name: str) -> None:
+    metadata, message = GEMMA4_REFUSED[name]
+    path = write_gguf(gemma4, tmp_path / "model.gguf", all_of(Type.BF16), metadata=metadata)
+    with pytest.raises(LoaderError, match=re.escape(message)):
+        Model(path)
+
+
+def test_angles_of_gemma4_that_are_refused(tmp_path: Path, gemma4: Path) -> None:
+    path = write_gguf(gemma4, tmp_path / "model.gguf", all_of(Type.BF16))
+    file = read_gguf(path)
+    with pytest.raises(LoaderError, match=r"rope_freqs\.weight must hold 1, and 1e30 from some number on"):
+        config_content(file, lambda name: [1.0, 2.0, 1e30] if name == "rope_freqs.weight" else None)

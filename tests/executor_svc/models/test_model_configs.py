@@ -37,9 +37,11 @@ NAMES = {
     "cohere2": "Cohere2ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "nemotron": "NemotronForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -54,6 +56,8 @@ NAMES = {
     "opt": "OPTForCausalLM",
     "phi": "PhiForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
@@ -75,12 +79,14 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-WRAPPED = ("gemma3", "mistral3")
+WRAPPED = ("gemma3", "gemma4", "llama4", "mistral3")
 """Their decoder's fields are in `text_config`."""
 ALWAYS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.5},
     "granitemoehybrid": {"layer_types": ["attention"] * 6},
     **{family: {"num_experts": 8, "num_experts_per_tok": 2} for family in MIXTURES},
+    "llama4": {"moe_layers": []},
+    "llama4_text": {"moe_layers": []},
 }
 LONG = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 LLAMA3 = {
@@ -194,7 +200,7 @@ OLDER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 def read(family: str, **fields: Any) -> DecoderSpec:
     if family in WRAPPED:
-        return ARCHITECTURES[NAMES[family]]({"text_config": SIZES} | fields)
+        return ARCHITECTURES[NAMES[family]]({"text_config": SIZES | ALWAYS.get(family, {})} | fields)
     return ARCHITECTURES[NAMES[family]]({**SIZES, **ALWAYS.get(family, {}), **fields})
 
 
@@ -348,6 +354,49 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("cohere2", scaled("dynamic", factor=2.0), "'dynamic' is not supported here"),
     ("ernie4_5", {"use_bias": 1}, "use_bias must be true or false, not 1"),
     ("exaone4", {"sliding_window_pattern": "LLX"}, "sliding_window_pattern must be a text of L and G, not 'LLX'"),
+    ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block is True: mixtures of experts"),
+    ("gemma4_text", {"num_experts": 128}, "num_experts is 128: mixtures of experts"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': attention must be"),
+    ("gemma4_text", {"global_head_dim": 33}, "global_head_dim 33 is odd"),
+    (
+        "gemma4_text",
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+        "num_global_key_value_heads 3 does not divide num_attention_heads 4",
+    ),
+    ("gemma4_text", {"num_kv_shared_layers": 6}, "num_kv_shared_layers 6 must be below num_hidden_layers 6"),
+    ("gemma4_text", {"num_kv_shared_layers": 5}, "num_kv_shared_layers leaves no layer of full_attention"),
+    ("gemma4_text", {"num_kv_shared_layers": -1}, "num_kv_shared_layers must be an integer of at least 0, not -1"),
+    ("gemma4_text", {"vocab_size_per_layer_input": 96}, "vocab_size_per_layer_input 96 must be at least vocab_size 97"),
+    ("gemma4_text", {"layer_types": ["chunked_attention"] * 6}, "layer_types 'chunked_attention' is not supported"),
+    ("gemma4_text", scaled("default"), "rope_parameters of Gemma 4 must have objects full_attention and"),
+    (
+        "gemma4_text",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}},
+        "rope_parameters.full_attention.rope_type 'yarn' is not supported; supported: default",
+    ),
+    (
+        "gemma4_text",
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+        "partial_rotary_factor 1.5 must be at most 1",
+    ),
+    ("gemma4_text", {"per_layer_config": {"5": {"sliding_window": 3}}}, "per_layer_config.5.sliding_window is not"),
+    ("gemma4_text", {"per_layer_config": {"5": {"head_dim": 31}}}, "per_layer_config.5.head_dim 31 is odd"),
+    (
+        "gemma4_text",
+        {
+            "per_layer_config": {"5": {"head_dim": 32}},
+            "layer_types": ["full_attention"] * 6,
+            "num_kv_shared_layers": 1,
+        },
+        "per_layer_config gives layer 5 other heads than layer 4",
+    ),
+    ("gemma4", {"text_config": {**SIZES, "enable_moe_block": True}}, "text_config.enable_moe_block is True"),
+    ("llama4_text", {"moe_layers": None}, "moe_layers is not given, so that layers have experts"),
+    ("llama4_text", {"moe_layers": [1, 3]}, "moe_layers is [1, 3]: mixtures of experts are not supported"),
+    ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers must be a list of 0 and 1 with num_hidden_layers 6"),
+    ("llama4_text", {"layer_types": ["sliding_attention"] * 6}, "layer_types 'sliding_attention' is not supported"),
+    ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size must be a positive integer, not 0"),
+    ("llama4_text", {"floor_scale": -1}, "floor_scale must be a positive integer, not -1"),
     ("falcon", {"alibi": True}, "alibi is True: positions by ALiBi"),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 3}, "num_kv_heads 3 does not divide num_attention_h"),
     ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn must be at most 2, not 3"),
@@ -425,7 +474,7 @@ def test_any_value_of_any_field_is_read_or_refused_in_one_line(family: str, monk
         for place, value in itertools.product(sorted(places), WRONG):
             *sections, name = place.split(".")
             for section in reversed(sections):
-                kept = SIZES if section == "text_config" else {}
+                kept = SIZES | ALWAYS.get(family, {}) if section == "text_config" else {}
                 value, name = {**kept, name: value}, section
             yield {name: value}
 

@@ -32,6 +32,8 @@ from tests.helpers.models.peft_adapters import spec_of
 
 WITH_PARTS = (
     "cohere2",
+    "gemma4_text",
+    "llama4_text",
     "glm4",
     "granitemoehybrid",
     "apertus",
@@ -66,7 +68,9 @@ def logits_of(threads: RankThreads, tokens: list[int]) -> Tensor:
 
 @pytest.mark.sampled(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("family", short_and_long([*FAMILIES, *WITH_PARTS], ["gemma2", "llama", "qwen2", "glm4"]))
+@pytest.mark.parametrize(
+    "family", short_and_long([*FAMILIES, *WITH_PARTS], ["gemma2", "llama", "qwen2", "gemma4_text", "glm4"])
+)
 def test_logits_are_those_of_transformers(checkpoint: Callable[[str], Path], family: str) -> None:
     """With as many KV heads as ranks, and with fewer; a vocabulary that no number of ranks divides."""
     folder = checkpoint(family)

@@ -75,7 +75,9 @@ class Builder:
 
 def few_layers(content: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a model with its first layers alone."""
-    lists = {name: content[name][:MOST_LAYERS] for name in LISTS if content.get(name)}
+    lists: dict[str, Any] = {name: content[name][:MOST_LAYERS] for name in LISTS if content.get(name)}
+    if content.get("num_kv_shared_layers"):
+        lists["num_kv_shared_layers"] = 2
     return {**content, count_of_layers(content): min(MOST_LAYERS, content[count_of_layers(content)]), **lists}
 
 

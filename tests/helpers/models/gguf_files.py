@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.helpers.models.gguf_gemma4 import write_gemma4
+
 ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 """Matrices that are F32 in any case."""
 _EXPERT = re.compile(r"(\.experts)\.(\d+)\.(\w+\.weight)$")
@@ -29,6 +31,7 @@ Kinds = Callable[[str], Type]
 ARCHITECTURES = {
     "mistral": "llama",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
     "olmo3": "olmo2",
@@ -187,7 +190,7 @@ def gguf_name(name: str, architecture: str) -> str:
     """Return GGUF's name of a tensor of transformers, from gguf's own table of names."""
     if name.endswith(".e_score_correction_bias"):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-    part, _, kind = _EXPERT.sub(r"\1.\3", name).rpartition(".")
+    part, _, kind = (f"{name}.weight" if name.endswith("layer_scalar") else _EXPERT.sub(r"\1.\3", name)).rpartition(".")
     if kind == "sinks":
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     found = _names(architecture).get_name(part)
@@ -258,7 +261,7 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
             values = np.ascontiguousarray(values.T)
         elif "query_key_value" in name:
             values = _by_part(values, config)
-        elif architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
+        elif architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
             values = values + np.float32(1)
         yield gguf_name(name, architecture), values
     for name, matrices in experts.items():
@@ -337,6 +340,8 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
         writer.add_logit_scale(config["logit_scale"])
     if config["model_type"] in ("mistral", "phi3", "gemma2", "gemma3_text", "starcoder2"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
+    if architecture == "gemma4":
+        write_gemma4(writer, config, rope)
     if architecture == "gemma3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         if "full_attention" in config["layer_types"]:
@@ -407,6 +412,10 @@ def _rope_factors(config: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
     if rope.get("rope_type") == "longrope":
         yield "rope_factors_long.weight", rope["long_factor"]
         yield "rope_factors_short.weight", rope["short_factor"]
+    if config["model_type"] == "gemma4_text":
+        size = next(iter(config["per_layer_config"].values()))["head_dim"]
+        rotated = int(size * rope["full_attention"]["partial_rotary_factor"] / 2)
+        yield "rope_freqs.weight", [1.0] * rotated + [1e30] * (size // 2 - rotated)
     if rope.get("rope_type") == "llama3":
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         yield "rope_freqs.weight", [_llama3_factor(rope, rope["rope_theta"] ** (-i / size)) for i in range(0, size, 2)]

@@ -332,3 +332,20 @@ async def test_long_prompts_are_tokenized_off_the_loop():
     request = await builder.build_off_loop(fields, now=0.0, time_left_s=5.0)
     assert len(request.spec.prompt_token_ids) == 4
     assert request.deadline == 6.0
+
+
+def test_tokens_that_stand_for_images_are_refused():
+    """By their place in the prompt, as ids and in texts; what only prints ids may have them."""
+    image = byte_level().encode("!")[0]
+    model = dataclasses.replace(MODEL, media_token_ids=frozenset({image, 300}))
+    ids = types_pb2.PromptPart(tokens=types_pb2.TokenIds(ids=[5, 300]))
+    with pytest.raises(RequestRejectedError, match=r"token id 300 stands for an image, audio or video") as raised:
+        build(model=model, prompt=(TOKENS, ids))
+    assert raised.value.field == "prompt[1].tokens.ids[1]"
+    with pytest.raises(RequestRejectedError, match=r"holds '!', which stands for an image") as raised:
+        build(model=model, prompt=(text("Hello!"),))
+    assert raised.value.field == "prompt[0].text"
+    assert refused(model=model, prompt=(chat(("user", "Hello!")),)) == "prompt[0].chat"
+    assert build(model=model, prompt=(text("Hello"),)).spec.prompt_token_ids
+    builder = RequestBuilder(model, byte_level(), max_model_len=64)
+    assert list(builder.check_ids_in_slices([300], "token_ids")) == []

@@ -204,7 +204,7 @@ def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = N
         call.block_bits,
         scale,
         softcap,
-        call.window or 0,
+        call.span,
         DECODE=phase is Phase.DECODE,
         **call.constants(config),
         num_warps=config.num_warps,

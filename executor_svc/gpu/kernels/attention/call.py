@@ -59,6 +59,8 @@ class AttentionCall:
     """[KVH] float32: scales of values in fp8."""
     sinks: Tensor | None = None
     """[H] float32: one more score of each head, of no value."""
+    chunk: int | None = None
+    """As of `device.reference.attention`; not with a window."""
 
     @property
     def num_seqs(self) -> int:
@@ -96,6 +98,11 @@ class AttentionCall:
         return self.block_size.bit_length() - 1
 
     @property
+    def span(self) -> int:
+        """The length of the window or of chunks; 0: there is neither."""
+        return self.window or self.chunk or 0
+
+    @property
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
@@ -111,7 +118,7 @@ class AttentionCall:
 
     @property
     def kind(self) -> AttentionKind:
-        window, softcap = self.window is not None, self.softcap is not None
+        window, softcap = self.window is not None or self.chunk is not None, self.softcap is not None
         return AttentionKind(
             self.head_size,
             self.q.dtype,
@@ -122,6 +129,7 @@ class AttentionCall:
             softcap,
             self._num_rows < MOST_ROWS,
             self.sinks is not None,
+            self.chunk is not None,
         )
 
     @property
@@ -165,6 +173,8 @@ class AttentionCall:
         _need(self.scale > 0, "scale", "must be above 0")
         _need(self.softcap is None or self.softcap > 0, "softcap", "must be above 0")
         _need(self.window is None or self.window >= 1, "window", "must be at least 1")
+        _need(self.chunk is None or self.chunk >= 1, "chunk", "must be at least 1")
+        _need(self.window is None or self.chunk is None, "chunk", "must not be given with a window")
 
     def _check_q(self) -> None:
         q, out = self.q, self.out

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-HEAD_SIZES = (64, 80, 96, 128, 256)
+HEAD_SIZES = (64, 80, 96, 128, 256, 512)
 BLOCK_SIZES = (8, 16, 32, 64)
 """Supported block sizes, powers of 2: arguments of a launch."""
 COPIED_BLOCK = 64
@@ -68,10 +68,12 @@ class AttentionKind:
     group: int = 1
     """Query heads that share a KV head."""
     window: bool = False
+    """Whether tokens see a part of the positions before them: a window, or a chunk."""
     softcap: bool = False
     countable: bool = True
     """Whether the pool has fewer rows, those of other layers included, than MOST_ROWS."""
     sinks: bool = False
+    chunked: bool = False
 
     @property
     def scales(self) -> bool:
@@ -94,7 +96,11 @@ _HOPPER = {
     ("32", 64): AttentionConfig(64, 32, 8, 2),
     ("32", 128): AttentionConfig(32, 16, 4, 2),
     ("32", 256): AttentionConfig(32, 16, 8, 2),
+    ("16", 512): AttentionConfig(32, 32, 8, 2),
+    ("fp8", 512): AttentionConfig(32, 32, 8, 2),
+    ("32", 512): AttentionConfig(16, 16, 8, 2),
 }
+"""Heads of 512 numbers do not fit wgmma's registers: their tiles have less rows than it needs."""
 _AMPERE = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(128, 32, 8, 3),
@@ -104,6 +110,7 @@ _AMPERE = _HOPPER | {
 _SMALL = _AMPERE | {
     ("16", 256): AttentionConfig(64, 32, 8, 2),
     ("fp8", 256): AttentionConfig(32, 32, 8, 3),
+    ("16", 512): AttentionConfig(32, 16, 8, 2),
     ("32", 256): AttentionConfig(32, 16, 16, 2),
 }
 _SMALL_ARCHS = (86, 89, 120, 121)
@@ -118,21 +125,33 @@ _DECODE = {
     ("32", 64): AttentionConfig(DECODE_ROWS, 32, 8, 2),
     ("32", 128): AttentionConfig(DECODE_ROWS, 32, 8, 2),
     ("32", 256): AttentionConfig(DECODE_ROWS, 32, 8, 2),
+    ("16", 512): AttentionConfig(DECODE_ROWS, 32, 8, 2),
+    ("fp8", 512): AttentionConfig(DECODE_ROWS, 32, 8, 2),
+    ("32", 512): AttentionConfig(DECODE_ROWS, 16, 8, 2),
 }
 _DECODE_SOFTCAP = _DECODE | {
     ("16", 64): AttentionConfig(DECODE_ROWS, 64, 8, 3),
     ("16", 128): AttentionConfig(DECODE_ROWS, 64, 8, 3),
 }
 """With 4 warps, some kernels spill 4 bytes."""
-_SPLIT_SOFTCAP = _DECODE_SOFTCAP | {("fp8", 64): AttentionConfig(DECODE_ROWS, 64, 8, 3)}
+_SPLIT_SOFTCAP = _DECODE_SOFTCAP | {
+    ("fp8", 64): AttentionConfig(DECODE_ROWS, 64, 8, 3),
+    ("fp8", 512): AttentionConfig(DECODE_ROWS, 16, 8, 2),
+}
 """Split ones spill as many with such a cache, too."""
 _HOPPER_DECODE_BF16 = _DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 32, 2, 4)}
 """Measured on an H100, as the next two: `tune-decode` in benchmarks/results/gpu_kernels.jsonl.
 
 With a window or in float16 these tiles spill registers.
 """
-_HOPPER_DECODE_COPIED = _DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 64, 4, 3)}
-_HOPPER_UNSPLIT = {("16", 128): AttentionConfig(DECODE_ROWS, 64, 4, 4)}
+_HOPPER_DECODE_COPIED = _DECODE | {
+    ("fp8", 128): AttentionConfig(DECODE_ROWS, 64, 4, 3),
+    ("fp8", 512): AttentionConfig(DECODE_ROWS, 16, 8, 2),
+}
+_HOPPER_UNSPLIT = {
+    ("16", 128): AttentionConfig(DECODE_ROWS, 64, 4, 4),
+    ("fp8", 512): AttentionConfig(DECODE_ROWS, 32, 8, 2),
+}
 """For decodes that are not split: split ones were faster with 3 stages on an H200 (`tune-split` in the same rows)."""
 _DRAFTS = {
     ("16", 64): AttentionConfig(DRAFTS_ROWS, 64, 8, 3),
@@ -141,6 +160,8 @@ _DRAFTS = {
     ("fp8", 64): AttentionConfig(DRAFTS_ROWS, 64, 8, 3),
     ("fp8", 128): AttentionConfig(DRAFTS_ROWS, 64, 8, 3),
     ("fp8", 256): AttentionConfig(DRAFTS_ROWS, 32, 8, 3),
+    ("16", 512): AttentionConfig(DRAFTS_ROWS, 32, 8, 2),
+    ("fp8", 512): AttentionConfig(DRAFTS_ROWS, 32, 8, 2),
 }
 """With 4 warps, most of them spill."""
 _DRAFTS_COPIED = _DRAFTS | {("fp8", 64): AttentionConfig(DRAFTS_ROWS, 64, 4, 3)}
@@ -157,6 +178,8 @@ _HOPPER_WIDE = _HOPPER | {
     ("32", 64): AttentionConfig(64, 16, 8, 2),
     ("32", 128): AttentionConfig(32, 16, 8, 2),
     ("32", 256): AttentionConfig(32, 16, 32, 2),
+    ("16", 512): AttentionConfig(32, 32, 8, 2),
+    ("fp8", 512): AttentionConfig(32, 32, 8, 2),
 }
 """For decodes with more query heads per KV head than rows of a decode tile: the split kernel needs more registers."""
 _SPLIT_WIDE = {("32", 128): AttentionConfig(32, 16, 8, 2)}
@@ -165,6 +188,7 @@ _HOPPER_COPIED = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(64, 64, 4, 3),
     ("fp8", 64): AttentionConfig(128, 64, 8, 3),
+    ("fp8", 512): AttentionConfig(32, 16, 8, 2),
 }
 """Tiles for the copy engine, no longer than a block of COPIED_BLOCK tokens; that of ("16", 128) measured on an H100."""
 _HOPPER_COPIED_MANY = _HOPPER_COPIED | {("16", 128): AttentionConfig(128, 64, 8, 3)}
@@ -229,7 +253,7 @@ def constants(kind: AttentionKind, config: AttentionConfig) -> dict[str, Any]:
         "PADDED": padded(kind.head_size),
         "ROWS": config.rows,
         "TILE": config.tile,
-        "HAS_WINDOW": kind.window,
+        "HAS_WINDOW": 2 if kind.chunked else kind.window,
         "HAS_SOFTCAP": kind.softcap,
         "HAS_SCALES": kind.scales,
         "HAS_SINKS": kind.sinks,

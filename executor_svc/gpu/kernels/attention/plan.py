@@ -107,6 +107,7 @@ class GpuAttentionPlan:
             None if scales is None else scales.k,
             None if scales is None else scales.v,
             sinks,
+            shape.chunk,
         )
         kind, lengths = call.kind, (self._max_query_len, self._max_seq_len)
         if default_segments(kind).wants_split(seqs, shape.num_kv_heads, *lengths, self._num_sms, split_tokens(kind)):

@@ -229,7 +229,7 @@ def split_attention(
         call.max_query_len,
         scale,
         softcap,
-        call.window or 0,
+        call.span,
         **_split_constants(many),
         **call.constants(config),
         num_warps=config.num_warps,

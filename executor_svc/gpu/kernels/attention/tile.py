@@ -11,9 +11,14 @@ import triton.language as tl
 
 @triton.jit
 def first_seen(position, window, HAS_WINDOW: tl.constexpr):
-    """Return the first position that a token at `position` attends to."""
+    """Return the first position that a token at `position` attends to.
+
+    HAS_WINDOW: whether `window` is the length of a window; 2: of chunks.
+    """
     first = 0
-    if HAS_WINDOW:
+    if HAS_WINDOW == 2:
+        first = position // window * window
+    elif HAS_WINDOW:
         first = tl.maximum(position - window + 1, 0)
     return first
 
@@ -98,7 +103,9 @@ def weigh(
     if LAST or (tile < clear_from) | (tile >= clear_to):
         keys = tile * TILE + tl.arange(0, TILE)
         visible = keys[None, :] <= positions[:, None]
-        if HAS_WINDOW:
+        if HAS_WINDOW == 2:
+            visible &= keys[None, :] >= (positions // window * window)[:, None]
+        elif HAS_WINDOW:
             visible &= keys[None, :] > positions[:, None] - window
         scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(greatest, tl.max(scores, 1))

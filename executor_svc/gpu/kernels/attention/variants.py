@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -32,6 +33,10 @@ _ANY_BLOCK = 16
 """Represents all block sizes for which the copy engine is not used."""
 _EXTRAS = ((False, False), (True, False), (False, True))
 """Softcap and sinks: no model has both."""
+_CHUNKED = 128
+"""The head size of models with chunks."""
+_WGMMA_ROWS = 64
+"""Rows of the products of a Hopper GPU's tensor cores that are faster than others."""
 _WIDE_GROUP = 17
 """A number of query heads per KV head that does not fit a decode tile."""
 
@@ -40,7 +45,15 @@ def name_of(kind: AttentionKind) -> str:
     """Return the part of variants' names that identifies a kind."""
     kv = f" kv-{_TYPES[kind.kv_dtype]}" if kind.scales else ""
     copied = kind.block_size == COPIED_BLOCK
-    marks = {"window": kind.window, "softcap": kind.softcap, "sinks": kind.sinks, "wide": kind.wide, "copied": copied}
+    windowed = kind.window and not kind.chunked
+    marks = {
+        "window": windowed,
+        "chunks": kind.chunked,
+        "softcap": kind.softcap,
+        "sinks": kind.sinks,
+        "wide": kind.wide,
+        "copied": copied,
+    }
     return " ".join([f"{kind.head_size} {_TYPES[kind.dtype]}{kv}", *(name for name, there in marks.items() if there)])
 
 
@@ -49,13 +62,15 @@ def cases(phase: Phase) -> Iterator[AttentionKind]:
     # Prefill has the same tiles for wide groups.
     groups = (1, _WIDE_GROUP) if phase in (Phase.DECODE, Phase.SPLIT) else (1,)
     for head_size, (dtype, kv_dtype), group in product(HEAD_SIZES, _dtypes(), groups):
-        if phase is Phase.DRAFTS and dtype == torch.float32:
+        if dtype == torch.float32 and (phase is Phase.DRAFTS or (head_size == HEAD_SIZES[-1] and group > 1)):
             continue
         kinds = product((False, True), _EXTRAS, (_ANY_BLOCK, COPIED_BLOCK))
         for window, (softcap, sinks), block_size in kinds:
             kind = AttentionKind(head_size, dtype, kv_dtype, block_size, group, window, softcap, sinks=sinks)
             if block_size == _ANY_BLOCK or attention_config(kind, phase, 90).copies:
                 yield kind
+            if head_size == _CHUNKED and window and not softcap and not sinks and block_size == _ANY_BLOCK:
+                yield replace(kind, chunked=True)
 
 
 def _dtypes() -> Iterator[tuple[torch.dtype, torch.dtype]]:
@@ -107,7 +122,10 @@ def variants_of(
                     num_stages=config.num_stages,
                     archs=tuple(archs),
                     no_spills=True,
-                    wgmma=phase is Phase.PREFILL and case.dtype.itemsize == 2 and 90 in archs,
+                    wgmma=phase is Phase.PREFILL
+                    and case.dtype.itemsize == 2
+                    and 90 in archs
+                    and config.rows >= _WGMMA_ROWS,
                     copies=config.copies and "cache" in signature,
                     quick=name_of(case) in _QUICK,
                 )

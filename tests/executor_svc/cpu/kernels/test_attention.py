@@ -43,17 +43,19 @@ def compare(
     kernels: CpuKernels = KERNELS,
     longest: int = LONGEST,
     sinks: bool = False,
+    chunk: int | None = None,
 ) -> None:
     """Fill permuted blocks with the random keys and values that each sequence's tokens see, and compare all rows."""
     generator = torch.Generator().manual_seed(seed)
     padded = kernels.padded_head_size(head_size)
-    shape = AttentionShape(kv_heads * group, kv_heads, head_size, padded, head_size**-0.5, window, softcap)
+    shape = AttentionShape(kv_heads * group, kv_heads, head_size, padded, head_size**-0.5, window, softcap, chunk)
     needed = [-(-(context + count) // block_size) for context, count in chunks]
     order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
     tables = [[order.pop() for _ in range(n)] for n in needed]
     cache = torch.full((sum(needed) + 3, 2, kv_heads, block_size, padded), float("nan"), dtype=dtype)
     for (context, count), table in zip(chunks, tables, strict=True):
-        positions = torch.arange(0 if window is None else max(0, context - window + 1), context + count)
+        first = 0 if window is None else max(0, context - window + 1)
+        positions = torch.arange(first if chunk is None else context // chunk * chunk, context + count)
         kv = torch.zeros(len(positions), 2, kv_heads, padded)
         kv[..., :head_size] = torch.randn(len(positions), 2, kv_heads, head_size, generator=generator)
         cache[torch.tensor(table)[positions // block_size], :, :, positions % block_size] = kv.to(dtype)
@@ -64,7 +66,7 @@ def compare(
     sunk = torch.randn(shape.num_heads, generator=generator) * 3 if sinks else None
     found = kernels.attention(q, in_pages(as_kept(cache)), shape, plan_for(kernels, shape, b, longest), sinks=sunk)
     expected = reference.attention(
-        q, cache, b.query_start_loc, b.seq_lens, b.block_tables, shape.scale, window, softcap, sunk
+        q, cache, b.query_start_loc, b.seq_lens, b.block_tables, shape.scale, window, softcap, sunk, chunk
     )
     tolerance = {"rtol": 1e-5, "atol": 5e-6} if dtype == F32 else {"rtol": 4e-3, "atol": 1e-5}
     assert found.shape == (tokens, shape.num_heads * padded)
@@ -254,6 +256,18 @@ def test_threads_have_scratch_memory_of_their_own(num_threads: int) -> None:
 def test_one_sequence_of_one_token() -> None:
     for kv_heads in (1, 2):
         compare([(0, 1)], kv_heads, 1, 16, 16)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 50])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_chunks_of_positions(chunk: int, dtype: torch.dtype) -> None:
+    """Within a step's tokens, and at their ends."""
+    compare([(49, 1), (50, 1), (0, 120), (33, 70), (99, 3)], 2, 3, 16, 8, dtype=dtype, chunk=chunk)
+
+
+def test_heads_of_512() -> None:
+    compare([(200, 1), (0, 40), (33, 7)], 1, 4, 512, 16, dtype=BF16)
+    compare([(200, 1), (0, 40), (33, 7)], 2, 1, 512, 32)
 
 
 def test_a_window_over_everything_is_none() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.device import reference
-from executor_svc.device.kernels import AttentionShape, HeadNorms, PlainActivation
-from executor_svc.models.layers.rope import RopeConfig, RotaryTables, inverse_frequencies
+from executor_svc.device.kernels import AttentionShape, FactorActivation, HeadNorms, PlainActivation
+from executor_svc.models.layers.rope import RopeConfig, RotaryTables, inverse_frequencies, make_rotary
 from tests.executor_svc.cpu.kernels.layout import as_shaped, plan_for
 from tests.executor_svc.driver import flat_batch
 from tests.executor_svc.paged import in_pages
@@ -49,6 +49,8 @@ def test_sums(seed: int, rows: int, width: int, dtype: torch.dtype, scale: float
     )
     total = x * scale + residual
     assert torch.equal(KERNELS.add(x.clone(), residual.clone(), scale), total)
+    factor = weight[:1].clone()
+    assert torch.equal(KERNELS.add(x.clone(), residual.clone(), scale, factor), total * factor)
     found, kept = KERNELS.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, scale)
     assert torch.equal(kept, total)
     expected = reference.rms_norm(total, weight, 1e-5)
@@ -106,6 +108,41 @@ def test_activations_without_gate(seed: int, rows: int, width: int, dtype: torch
     expected = reference.xielu(x, scalars) if name == "xielu" else getattr(reference, name)(x)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=2e-6)
+
+
+@given(
+    seed=seeds,
+    rows=st.integers(1, 20),
+    width=widths,
+    gaps=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    dtype=dtypes,
+    name=st.sampled_from(get_args(FactorActivation)),
+)
+def test_activations_times_factors(
+    seed: int, rows: int, width: int, gaps: tuple[int, int], dtype: torch.dtype, name: FactorActivation
+) -> None:
+    x, factors = (randn(seed, rows, width) * 4).to(dtype), torch.full((rows, sum(gaps) + width), float("nan"))
+    factors[:, gaps[0] : gaps[0] + width] = randn(seed + 1, rows, width)
+    factors = factors.to(dtype)
+    found = KERNELS.activate_times(x, factors, gaps[0], name)
+    activated = x.double().sigmoid() if name == "sigmoid" else reference.gelu_tanh(x)
+    expected = activated * factors[:, gaps[0] : gaps[0] + width].double()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=2 * TOLERANCE[dtype], atol=4e-6)
+
+
+@given(seed=seeds, rows=st.integers(1, 9), groups=st.integers(1, 5), width=st.integers(1, 70), dtype=dtypes)
+def test_sums_with_normed_groups(seed: int, rows: int, groups: int, width: int, dtype: torch.dtype) -> None:
+    x, into = (randn(seed + i, rows, groups * width).to(dtype) for i in range(2))
+    weight = 1 + randn(seed + 2, width) / 4
+    kept = into.clone()
+    assert KERNELS.add_normed_groups(x.clone(), kept, weight, 1e-5, 0.3, 0.7) is kept
+    scaled = (x * 0.3).unflatten(1, (groups, width))
+    normed = reference.rms_norm(scaled, weight, 1e-5).to(dtype).flatten(1)
+    torch.testing.assert_close(kept, (normed + into) * 0.7, rtol=2 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+    if dtype == torch.float32:
+        wide = reference.add_normed_groups(x, into, weight, 1e-5, 0.3, 0.7)
+        torch.testing.assert_close(kept.double(), wide, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", get_args(PlainActivation))
@@ -253,3 +290,46 @@ def test_rope_and_cache_write(
     kept = as_shaped(cache)
     torch.testing.assert_close(kept[:, 0], wanted[:, 0], **close)
     assert torch.equal(kept[:, 1], wanted[:, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(2, 2, 20, 20), (1, 4, 64, 16), (3, 1, 12, 0)])
+def test_norms_of_values_and_keys_as_values(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Queries and keys are those of a step with values; the values are normalized, of whatever linear they are.
+
+    Queries alone, of a layer that reads another one's keys and values, write nothing.
+    """
+    kv_heads, group, head_size, rotary = sizes
+    padded = KERNELS.padded_head_size(head_size)
+    shape = AttentionShape(kv_heads * group, kv_heads, head_size, padded, 1.0)
+    heads = torch.zeros(9, shape.num_heads + 2 * kv_heads, padded, dtype=dtype)
+    heads[..., :head_size] = randn(0, 9, heads.shape[1], head_size).to(dtype)
+    weights = [1 + randn(i, head_size) / 4 for i in (1, 2)]
+    of_values = torch.zeros(padded)
+    of_values[:head_size] = 1.0
+    positions, slots = torch.arange(9), torch.arange(9) + 3
+    rope = make_rotary(RopeConfig(100.0, rotary) if rotary else None, 300, dtype, torch.device("cpu")).new(positions)
+    batch = flat_batch([(0, 9)], [list(range(3))], 8, [0] * 9)
+    plan = plan_for(KERNELS, shape, replace(batch, slot_mapping=slots))
+
+    def run(count: int, norms: HeadNorms) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = in_pages(torch.zeros(3, 2, kv_heads, 8, padded, dtype=dtype))
+        qkv = heads[:, :count].clone().flatten(1)
+        q = KERNELS.rope_write_kv(qkv, rope, cache, shape, plan, norms)
+        return q.clone(), as_shaped(cache)
+
+    with_values, without = shape.num_heads + 2 * kv_heads, shape.num_heads + kv_heads
+    q, cache = run(with_values, HeadNorms(*weights, 1e-6))
+    for count, first in ((with_values, without), (without, shape.num_heads)):
+        found, kept = run(count, HeadNorms(*weights, 1e-6, v=of_values))
+        assert torch.equal(found, q)
+        assert torch.equal(kept[:, 0], cache[:, 0])
+        values = torch.zeros(kept.shape, dtype=torch.float64)
+        normed = torch.zeros(9, kv_heads, padded, dtype=torch.float64)
+        plain = heads[:, first : first + kv_heads, :head_size]
+        normed[..., :head_size] = reference.rms_norm(plain, torch.ones(head_size), 1e-6)
+        reference.write_kv(values, normed, normed, slots)
+        torch.testing.assert_close(kept[:, 1].double(), values[:, 1], rtol=TOLERANCE[dtype], atol=1e-6)
+    alone, kept = run(shape.num_heads, HeadNorms(weights[0], weights[0], 1e-6))
+    assert torch.equal(alone, q)
+    assert not kept.any()

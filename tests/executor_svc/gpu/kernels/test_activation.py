@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from executor_svc.device import reference
-from executor_svc.device.kernels import PlainActivation
+from executor_svc.device.kernels import FactorActivation, PlainActivation
 from executor_svc.gpu.kernels import activation
 
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -149,6 +149,20 @@ X = torch.zeros(4, 32)
 def test_what_is_refused(call: Callable[[], None], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@settings(max_examples=15)
+@given(seed=seeds, rows=st.integers(1, 5), width=widths, dtype=dtypes, name=st.sampled_from(get_args(FactorActivation)))
+def test_activations_times_factors(
+    seed: int, rows: int, width: int, dtype: torch.dtype, name: FactorActivation, device: torch.device
+) -> None:
+    x, wide = (randn(seed, rows, width) * 4).to(dtype), randn(seed + 1, rows, width + 9).to(dtype)
+    out = torch.full((rows + 1, width), float("nan"), dtype=dtype, device=device)
+    activation.activate_times(x.to(device), wide.to(device)[:, 4 : width + 4], name, out[:rows])
+    activated = x.double().sigmoid() if name == "sigmoid" else reference.gelu_tanh(x)
+    expected = activated * wide[:, 4 : width + 4].double()
+    torch.testing.assert_close(out[:rows].cpu().double(), expected, rtol=3 * UNIT[dtype] + 16 * EXP, atol=1e-5)
+    assert bool(out[rows:].isnan().all()), "rows that are not there are not written"
 
 
 @settings(max_examples=20)

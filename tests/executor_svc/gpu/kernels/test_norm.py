@@ -66,7 +66,25 @@ def test_sums(seed: int, rows: int, width: int, dtype: torch.dtype, scale: float
     norm.add_rms_norm(guarded(x, device), before, weight.to(device), 1e-5, scale, out)
     assert torch.equal(alone, before)
     assert torch.equal(alone.cpu(), x * scale + residual)
+    multiplied, factor = guarded(residual, device), weight[:1].clone()
+    norm.add(guarded(x, device), multiplied, scale, factor.to(device))
+    assert torch.equal(multiplied.cpu(), (x * scale + residual) * factor)
     close(out, reference.rms_norm(before.cpu(), weight, 1e-5), 2.02 * UNIT[dtype] + SUMMED)
+
+
+@settings(max_examples=10)
+@given(seed=seeds, rows=st.integers(1, 4), groups=st.integers(1, 4), width=st.integers(1, 70), dtype=dtypes)
+def test_sums_with_normed_groups(
+    seed: int, rows: int, groups: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, into = (randn(seed + i, rows, groups * width).to(dtype) for i in range(2))
+    weight = 1 + randn(seed + 2, width) / 4
+    kept = guarded(into, device)
+    norm.add_normed_groups(guarded(x, device), kept, weight.to(device), 1e-5, 0.3, 0.7)
+    scaled = (x * 0.3).unflatten(1, (groups, width))
+    normed = reference.rms_norm(scaled, weight, 1e-5).to(dtype).flatten(1)
+    expected = (normed + into) * 0.7
+    torch.testing.assert_close(kept.cpu(), expected, rtol=4 * UNIT[dtype] + SUMMED, atol=4 * UNIT[dtype] + SUMMED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -350,7 +350,8 @@ ONES = torch.ones(16)
     ("changes", "message"),
     [
         ({"qkv": torch.zeros(3, 63)}, "qkv must be"),
-        ({"num_heads": 3}, "qkv must be"),
+        ({"num_heads": 5}, "qkv must be"),
+        ({"num_heads": 1}, "qkv must be"),
         ({"qkv": torch.zeros(3, 64).double()}, "qkv must be"),
         ({"qkv": torch.zeros(3, 128)[:, ::2]}, "qkv must be contiguous"),
         ({"cos": torch.zeros(9, 18)}, "cos must have 0 to 16"),

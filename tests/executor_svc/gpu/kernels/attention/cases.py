@@ -32,6 +32,7 @@ class Sizes:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    chunk: int | None = None
 
 
 def make_call(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0) -> AttentionCall:
@@ -45,7 +46,8 @@ def make_call(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0)
     tables = torch.full((len(chunks), max(needed) + 2), free.pop(), dtype=torch.int32)
     for s, ((context, _), length) in enumerate(zip(chunks, lens, strict=True)):
         tables[s, : needed[s]] = torch.tensor([free.pop() for _ in range(needed[s])], dtype=torch.int32)
-        positions = torch.arange(0 if sizes.window is None else max(0, context - sizes.window + 1), length)
+        first = 0 if sizes.window is None else max(0, context - sizes.window + 1)
+        positions = torch.arange(first if sizes.chunk is None else context // sizes.chunk * sizes.chunk, length)
         kv = torch.randn(len(positions), 2, sizes.kv_heads, width, generator=generator)
         cache[tables[s, positions // sizes.block_size].long(), :, :, positions % sizes.block_size] = kv
     starts = torch.tensor([0, *(count for _, count in chunks)]).cumsum(0).to(torch.int32)
@@ -69,6 +71,7 @@ def make_call(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0)
         k_scale=None if scales[0] is None else scales[0].to(device),
         v_scale=None if scales[1] is None else scales[1].to(device),
         sinks=None if sinks is None else sinks.to(device),
+        chunk=sizes.chunk,
     )
 
 
@@ -101,7 +104,7 @@ def _meaning(call: AttentionCall) -> tuple[Tensor, Tensor]:
         result = torch.zeros(q.shape, dtype=torch.float64)
         result[~padding] = reference.attention(
             q[~padding], values, there, lens, call.block_tables.cpu(), call.scale, call.window, call.softcap,
-            None if call.sinks is None else call.sinks.cpu(),
+            None if call.sinks is None else call.sinks.cpu(), call.chunk,
         )  # fmt: skip
         results.append(result)
     return results[0], results[1]

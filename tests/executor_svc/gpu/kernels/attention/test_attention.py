@@ -88,12 +88,30 @@ def test_sinks(sizes: Sizes, device: torch.device) -> None:
     compare([(90, 1), (0, 1), (-1, 1)], sizes, device)
 
 
+@pytest.mark.parametrize("chunk", [1, 24, 100])
+def test_chunks_of_positions(chunk: int, device: torch.device) -> None:
+    sizes = Sizes(1, 2, block_size=8, dtype=F32, chunk=chunk)
+    compare([(90, 40), (0, 30), (150, 1)], sizes, device)
+    compare([(99, 1), (100, 1), (23, 1), (24, 1)], sizes, device)
+
+
+def test_heads_of_512(device: torch.device) -> None:
+    for sizes in (
+        Sizes(1, 4, 512),
+        Sizes(2, 2, 512, COPIED_BLOCK),
+        Sizes(1, 2, 512, dtype=F32),
+        Sizes(1, 8, 512, kv_dtype=F8),
+    ):
+        compare([(40, 9), (0, 3)], sizes, device)
+        compare([(70, 1), (3, 1)], sizes, device)
+
+
 def test_window_over_many_key_tiles(device: torch.device) -> None:
     """Tiles at the window's ends have masks, those between have none, those before are not gone through."""
     compare([(600, 3)], Sizes(1, 2, window=400), device)
 
 
-FP8_CACHES = [*zip(HEAD_SIZES, (16, 8, 32, 32, 16), strict=True), (64, COPIED_BLOCK), (96, COPIED_BLOCK)]
+FP8_CACHES = [*zip(HEAD_SIZES, (16, 8, 32, 32, 16, 16), strict=True), (64, COPIED_BLOCK), (96, COPIED_BLOCK)]
 
 
 @pytest.mark.sampled(4)
@@ -248,6 +266,8 @@ def test_a_row_does_not_depend_on_its_batch(block_size: int, device: torch.devic
         ({"scale": 0.0}, "scale"),
         ({"softcap": 0.0}, "softcap"),
         ({"window": 0}, "window"),
+        ({"chunk": 0}, "chunk"),
+        ({"chunk": 8, "window": 8}, "chunk"),
         ({"max_query_len": 0}, "max_query_len"),
         ({"max_seq_len": 10_000}, "block_tables"),
         ({"seq_lens": torch.zeros(1, dtype=torch.int64)}, "seq_lens"),

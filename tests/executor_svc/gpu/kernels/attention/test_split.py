@@ -76,9 +76,14 @@ def test_window_and_softcap(window: int | None, softcap: float | None, device: t
     compare([(700, 1), (511, 1), (20, 1)], Sizes(1, 2, 64, 8, window=window, softcap=softcap), device)
 
 
+@pytest.mark.parametrize("chunk", [1, 300])
+def test_chunks_of_positions(chunk: int, device: torch.device) -> None:
+    compare([(700, 1), (599, 1), (600, 1), (20, 1)], Sizes(1, 2, 64, 8, chunk=chunk), device)
+
+
 @pytest.mark.parametrize(
     ("head_size", "block_size"),
-    [*zip(HEAD_SIZES, (16, 8, 32, 32, 16), strict=True), (64, COPIED_BLOCK), (96, COPIED_BLOCK)],
+    [*zip(HEAD_SIZES, (16, 8, 32, 32, 16, 16), strict=True), (64, COPIED_BLOCK), (96, COPIED_BLOCK)],
 )
 def test_fp8_cache(head_size: int, block_size: int, device: torch.device) -> None:
     sizes = Sizes(2, 2, head_size, block_size, kv_dtype=F8)

@@ -19,6 +19,7 @@ from benchmarks import (
     scheduler_cost,
     service_plane,
     speculation,
+    window_memory,
 )
 from benchmarks.common.benchmark import (
     Benchmark,
@@ -44,6 +45,7 @@ _MODULES = (
     scheduler_cost,
     service_plane,
     speculation,
+    window_memory,
 )
 BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _MODULES}
 _LIST = "\n".join(f"  {each.name:16} {each.question}" for each in BENCHMARKS.values())

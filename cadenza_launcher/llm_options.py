@@ -175,10 +175,15 @@ class LLMOptions(TypedDict, total=False):
     """Tokens per KV block: 8, 16, 32 or 64. Values: 8, 16, 32, 64. [default: 16]"""
 
     num_gpu_blocks: int | None
-    """KV blocks in device memory (on the CPU: in main memory); default: as many as gpu_memory_utilization allows."""
+    """KV blocks in device memory (on the CPU: in main memory), each of all layers; layers with a window share this
+    memory as they need it. Default: as many as gpu_memory_utilization allows."""
 
     num_cpu_blocks: int | None
     """KV blocks in host memory, for swapping. [default: 0]"""
+
+    disable_hybrid_kv_cache_manager: bool | None
+    """Layers with a window keep the KV of all positions, in the same blocks as the others, and not in a KV group of
+    their own that keeps those of the window alone. Tokens are the same. [default: off]"""
 
     kv_cache_dtype: Literal["auto", "model", "fp8"] | None
     """Data type of KV blocks; model: the model's data type; fp8: e4m3, on a GPU of compute capability 9.0 or later,

@@ -157,12 +157,18 @@ class ExecutorConfig(ServiceSettings):
     num_gpu_blocks: int | None = Field(
         None,
         ge=1,
-        description="KV blocks in device memory (on the CPU: in main memory); default: as many as "
-        "gpu_memory_utilization allows.",
+        description="KV blocks in device memory (on the CPU: in main memory), each of all layers; layers with a window "
+        "share this memory as they need it. Default: as many as gpu_memory_utilization allows.",
         json_schema_extra=about("Memory", "blocks"),
     )
     num_cpu_blocks: int = Field(
         0, ge=0, description="KV blocks in host memory, for swapping.", json_schema_extra=about("Memory", "blocks")
+    )
+    disable_hybrid_kv_cache_manager: bool = Field(
+        False,
+        description="Layers with a window keep the KV of all positions, in the same blocks as the others, and not in "
+        "a KV group of their own that keeps those of the window alone. Tokens are the same.",
+        json_schema_extra=about("Memory"),
     )
     kv_cache_dtype: Literal["auto", "model", "fp8"] = Field(
         "auto",

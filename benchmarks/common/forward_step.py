@@ -55,6 +55,7 @@ def make_runner(
         if "cpu_isa" not in ExecutorConfig.model_fields:
             raise BenchmarkError(f"--isa {isa}: this executor has no option cpu_isa")
         options["cpu_isa"] = isa
+    options["disable_hybrid_kv_cache_manager"] = True  # `step_batch` has one table a sequence
     config = ExecutorConfig(**options, num_gpu_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, max_model_len=_MODEL_LEN)
     device = make_device(config)
     loaded = load_model(config, device)

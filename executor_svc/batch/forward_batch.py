@@ -22,13 +22,15 @@ class ForwardBatch:
     positions: Tensor
     """[T] int64, absolute."""
     slot_mapping: Tensor
-    """[T] int64: block_id * block_size + offset, the place of each token's K and V."""
+    """[T] int64: block_id * block_size + offset, the place of each token's K and V; with several block tables of a
+    sequence [tables, T]."""
     query_start_loc: Tensor
     """[S + 1] int32: sequence s owns tokens query_start_loc[s] to query_start_loc[s + 1]."""
     seq_lens: Tensor
     """[S] int32: context length + query length."""
     block_tables: Tensor
-    """[S, max_blocks_per_seq] int32, rows padded with any valid block id."""
+    """[S, max_blocks_per_seq] int32, rows padded with any valid block id; with several tables [S, tables,
+    max_blocks_per_seq], as in `Slots.tables`."""
     logits_rows: Tensor
     """[L] int64: indices into T of the tokens whose logits the step needs."""
     rope_lens: Tensor
@@ -72,17 +74,21 @@ def flat_batch(
         owner = np.repeat(rows, counts)
         positions = np.arange(starts[-1]) + np.repeat(context - starts[:-1], counts)
     rope_lens = np.maximum(slots.num_prompt_tokens[owner], positions + 1)
-    blocks = slots.block_tables[owner, positions // block_size].astype(np.int64)
     max_seq_len = int(seq_lens.max())
     width = -(-max_seq_len // block_size)
-    # Entries after the end of a block table are 0 or blocks of an earlier sequence: valid, but without meaning.
+    # Entries after the end of a block table, and before its window, are 0 or blocks of an earlier sequence or of this
+    # one: valid, but without meaning.
+    if slots.limits.num_tables == 1:
+        blocks, tables = slots.block_tables[owner, positions // block_size], slots.block_tables[rows, :width]
+    else:
+        blocks, tables = slots.tables[owner, :, positions // block_size].T, slots.tables[rows, :, :width]
     return ForwardBatch(
         token_ids=torch.from_numpy(slots.token_ids[owner, positions].astype(np.int64)),
         positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size),
+        slot_mapping=torch.from_numpy(blocks.astype(np.int64) * block_size + positions % block_size),
         query_start_loc=torch.from_numpy(starts.astype(np.int32)),
         seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
-        block_tables=torch.from_numpy(slots.block_tables[rows, :width]),
+        block_tables=torch.from_numpy(tables),
         logits_rows=torch.from_numpy(logits_rows),
         rope_lens=torch.from_numpy(rope_lens),
         max_query_len=int(counts.max()),

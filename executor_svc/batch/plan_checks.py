@@ -5,18 +5,25 @@ from __future__ import annotations
 import numpy as np
 
 from cadenza_common.plan.errors import InvalidPlan
-from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, StepPlan
+from cadenza_common.plan.plan import KV_GROUP, AdmittedSequence, BlockMoves, StepPlan
 from cadenza_common.plan.sampling import COLUMNS, MAX_CANDIDATES, SequenceSampling
+from executor_svc.batch.block_tables import check_tables
 from executor_svc.plan.arrays import check_range, check_unique
 from executor_svc.plan.limits import Limits
+
+_OF_GROUPS = tuple(f"{part}.{name}" for part in ("appends", "block_tables") for name in (KV_GROUP, "first_block"))
+"""Names of what executors of several KV groups support, in `StepPlan.reserved`."""
 
 
 def check_supported(plan: StepPlan, limits: Limits) -> None:
     """Check that the plan uses only features of this executor."""
     if plan.max_drafts > limits.max_drafts:
         raise InvalidPlan(f"max_drafts {plan.max_drafts} is over the executor's {limits.max_drafts}")
-    if plan.reserved:
-        raise InvalidPlan(f"not supported by this executor: {', '.join(plan.reserved)}")
+    reserved = plan.reserved
+    if limits.kv_groups:
+        reserved = tuple(name for name in reserved if not name.startswith(_OF_GROUPS))
+    if reserved:
+        raise InvalidPlan(f"not supported by this executor: {', '.join(reserved)}")
 
 
 def check_block_moves(plan: StepPlan, limits: Limits) -> None:
@@ -54,14 +61,7 @@ def check_admission(sequence: AdmittedSequence, limits: Limits) -> None:
         raise InvalidPlan(f"{where}: num_prompt_tokens {sequence.num_prompt_tokens} is not 1 to {num_tokens}")
     if not 0 <= sequence.num_computed_tokens < num_tokens:
         raise InvalidPlan(f"{where}: num_computed_tokens {sequence.num_computed_tokens} is not below {num_tokens}")
-    num_blocks = len(sequence.block_ids)
-    if num_blocks > limits.max_blocks_per_seq:
-        raise InvalidPlan(f"{where} has {num_blocks} blocks: over the {limits.max_blocks_per_seq} of max_model_len")
-    check_range(sequence.block_ids, limits.num_device_blocks, f"{where}: block")
-    if sequence.num_computed_tokens > num_blocks * limits.block_size:
-        raise InvalidPlan(
-            f"{where}: {num_blocks} blocks are too few for {sequence.num_computed_tokens} computed tokens"
-        )
+    check_tables(sequence, limits, where)
     if not 0 <= sequence.max_drafts <= limits.max_drafts:
         raise InvalidPlan(f"{where}: max_drafts {sequence.max_drafts} is not 0 to {limits.max_drafts}")
     if sequence.max_len and not num_tokens < sequence.max_len <= limits.max_model_len:

@@ -11,9 +11,11 @@ import hashlib
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from executor_svc.batch.block_tables import TablePlaces, check_appends
 from executor_svc.batch.plan_checks import check_admission, check_block_moves, check_supported
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import NamedSlots, Scheduled, named_slots
@@ -33,11 +35,11 @@ class Slots:
         # Pages of these two are written only as sequences grow. token_ids has one column more than a sequence may
         # compute: for the last sampled token.
         self.token_ids = np.zeros((n, limits.max_model_len + 1), np.int32)
-        self.block_tables = np.zeros((n, limits.max_blocks_per_seq), np.int32)
+        self.tables = np.zeros((n, limits.num_tables, limits.max_blocks_per_seq), np.int32)
         self.num_tokens = np.zeros(n, np.int64)
         self.num_prompt_tokens = np.zeros(n, np.int64)
         self.num_computed_tokens = np.zeros(n, np.int64)
-        self.num_blocks = np.zeros(n, np.int64)
+        self.places = TablePlaces(limits)
         self.max_drafts = np.zeros(n, np.int64)
         # The slot's LoRA adapter; 0: none.
         self.adapter_index = np.zeros(n, np.int64)
@@ -52,6 +54,17 @@ class Slots:
         self.sampling = SlotSampling(limits)
         self.writes = Writes(kept=compared)
         """Of tokens, blocks and admissions."""
+
+    @property
+    def block_tables(self) -> NDArray[np.int32]:
+        """[n, max_blocks_per_seq]: the first of each slot's tables, the only one of models with one KV group."""
+        return self.tables[:, 0]
+
+    @property
+    def num_blocks(self) -> IntArray:
+        """[n]: blocks of this table."""
+        first: IntArray = self.places.num_blocks[0]
+        return first
 
     def clear(self) -> None:
         """Free every slot."""
@@ -79,7 +92,7 @@ class Slots:
             for sequence in plan.admitted:
                 self._admit(sequence)
         self._check_adapters(plan)
-        self._append_blocks(ints(plan.append_slots), ints(plan.append_block_ids))
+        self._append_blocks(plan)
         self._hold(ints(plan.held_slots), True, "held_slots")
         self._hold(ints(plan.resumed_slots), False, "resumed_slots")
         self._append_given(ints(plan.given_slots), ints(plan.given_token_ids))
@@ -117,7 +130,8 @@ class Slots:
         if source is not None:
             where = f"admitted: slot {sequence.slot}: source"
             self._check_admitted(np.array([source.slot]), where)
-            num_tokens, num_blocks = self.num_prompt_tokens[source.slot], self.num_blocks[source.slot]
+            num_tokens, strips = self.num_prompt_tokens[source.slot], self.limits.groups[0].pages_per_block
+            num_blocks = self.num_blocks[source.slot] * strips
             if source.num_tokens > num_tokens or source.num_blocks > num_blocks:
                 raise InvalidPlan(
                     f"{where} {source.slot} has {num_tokens} prompt tokens and {num_blocks} blocks, not "
@@ -126,11 +140,13 @@ class Slots:
             if sequence.adapter_index != self.adapter_index[source.slot]:
                 raise InvalidPlan(f"{where} {source.slot} has another adapter than {sequence.adapter_index}")
             first_ids = self.token_ids[source.slot, : source.num_tokens]
-            first_blocks = self.block_tables[source.slot, : source.num_blocks]
+            first_blocks = self.tables[source.slot, :strips].T[: -(-source.num_blocks // strips)].reshape(-1)
             sequence = replace(
                 sequence,
                 token_ids=column(np.concatenate((first_ids, ints(sequence.token_ids)), dtype=np.int64)),
-                block_ids=column(np.concatenate((first_blocks, ints(sequence.block_ids)), dtype=np.int64)),
+                block_ids=column(
+                    np.concatenate((first_blocks[: source.num_blocks], ints(sequence.block_ids)), dtype=np.int64)
+                ),
                 source=None,
             )
         self._admit(sequence)
@@ -141,14 +157,12 @@ class Slots:
         slot = sequence.slot
         if self.admitted[slot]:
             raise InvalidPlan(f"admitted: slot {slot} is not free")
-        token_ids, block_ids = ints(sequence.token_ids), ints(sequence.block_ids)
-        num_tokens, num_blocks = len(token_ids), len(block_ids)
+        token_ids = ints(sequence.token_ids)
+        num_tokens = len(token_ids)
         self.token_ids[slot, :num_tokens] = token_ids
-        self.block_tables[slot, :num_blocks] = block_ids
         self.num_tokens[slot] = num_tokens
         self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
         self.num_computed_tokens[slot] = sequence.num_computed_tokens
-        self.num_blocks[slot] = num_blocks
         self.max_drafts[slot] = sequence.max_drafts
         self.adapter_index[slot] = sequence.adapter_index
         self.max_len[slot] = sequence.max_len or self.limits.max_model_len
@@ -158,25 +172,19 @@ class Slots:
         self.prompt_failed[slot] = False
         self.sampling.admit(sequence)
         counts = slot, sequence.num_prompt_tokens, sequence.max_drafts, sequence.adapter_index, self.max_len[slot]
-        self.writes.add(counts, token_ids, block_ids)
+        self.writes.add(counts, token_ids)
+        for table, first, pages in self.places.admitted(sequence):
+            self.tables[slot, table, first : first + len(pages)] = pages
+            self.writes.add((table, first), pages)
 
-    def _append_blocks(self, slots: IntArray, block_ids: IntArray) -> None:
-        if not len(slots):
-            return
-        self._check_admitted(slots, "appends")
-        check_range(block_ids, self.limits.num_device_blocks, "appends: block")
-        order = np.argsort(slots, kind="stable")
-        slots, blocks = slots[order], block_ids[order]
-        _, first, counts = np.unique(slots, return_index=True, return_counts=True)
-        places = self.num_blocks[slots] + np.arange(len(slots)) - np.repeat(first, counts)
-        if places.max() >= self.limits.max_blocks_per_seq:
-            slot = slots[places.argmax()]
-            raise InvalidPlan(
-                f"appends: the block table of slot {slot} would exceed {self.limits.max_blocks_per_seq} blocks"
-            )
-        self.block_tables[slots, places] = blocks
-        self.num_blocks[slots[first]] += counts
-        self.writes.add(slots, places, blocks)
+    def _append_blocks(self, plan: StepPlan) -> None:
+        for named in (plan.append_slots, *(appends.slots for appends in plan.group_appends)):
+            if len(named):
+                self._check_admitted(ints(named), "appends")
+        check_appends(plan, self.limits)
+        for table, slots, places, pages in self.places.appended(plan):
+            self.tables[slots, table, places] = pages
+            self.writes.add((table,), slots, places, pages)
 
     def _append_given(self, slots: IntArray, token_ids: IntArray) -> None:
         if not len(slots):
@@ -305,13 +313,7 @@ class Slots:
         too_long = ends > limits.max_model_len
         if too_long.any():
             raise InvalidPlan(f"slot {slots[too_long][0]} would exceed max_model_len {limits.max_model_len}")
-        short = ends > self.num_blocks[slots] * limits.block_size
-        if short.any():
-            i = short.argmax()
-            raise InvalidPlan(
-                f"the block table of slot {slots[i]} is too short: {ends[i]} tokens need more than its "
-                f"{self.num_blocks[slots[i]]} blocks"
-            )
+        self.places.check_room(slots, ends)
 
     def put_drafts(self, slots: IntArray, counts: IntArray, token_ids: IntArray) -> None:
         """Write drafts behind the known tokens of n slots: a step computes them, and none is known before `commit`.

@@ -26,6 +26,7 @@ from executor_svc.device.dense_rows import DenseRows
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores
 from executor_svc.device.kernels import Embedding, Kernels, Linear, TableEmbedding, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
+from executor_svc.device.kv_layout import KVLayout
 from executor_svc.device.stored_linear import FewBits, Form, QuantFormat, QuantRows, StoredLinear
 from executor_svc.models.fit.text import fit_sentence
 from executor_svc.plan.description import ModelGeometry
@@ -230,14 +231,14 @@ class CpuDevice:
         self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int, draft: DraftLayers | None
     ) -> KVCache:
         draft = draft or DraftLayers((), 0)
-        layout = model_layout(geometry, self._kernels.padded_head_size, draft, config.block_size, self.dtype)
+        layout = model_layout(geometry, self._kernels.padded_head_size, draft, config, self.dtype)
         size = layout.bytes_per_block
         device_blocks = config.num_gpu_blocks
         host_bytes = config.num_cpu_blocks * size
         free = self.free_memory_bytes()
         if device_blocks is None:
             weight_bytes = geometry.weight_bytes + draft.weight_bytes
-            budget = self._budget(geometry, config, size, free - host_bytes - step_bytes, weight_bytes)
+            budget = self._budget(geometry, config, layout, free - host_bytes - step_bytes, weight_bytes)
             if budget.fitting < 1:
                 raise DeviceError(
                     f"not one KV block of {size} bytes fits: {free} bytes of memory are free, and "
@@ -254,12 +255,12 @@ class CpuDevice:
         return KVCache(layout, device_blocks, config.num_cpu_blocks, self.torch_device, len(draft.layers))
 
     def _budget(
-        self, geometry: ModelGeometry, config: ExecutorConfig, size: int, free: int, weight_bytes: int
+        self, geometry: ModelGeometry, config: ExecutorConfig, layout: KVLayout, free: int, weight_bytes: int
     ) -> _Budget:
         """Return the blocks that fit. The share applies to the memory that was free before the weights were loaded."""
         for_kv = (config.gpu_memory_utilization or _SHARE) * (free + weight_bytes) - weight_bytes
-        useful = config.max_num_seqs * -(-geometry.max_model_len // config.block_size)
-        return _Budget(max(0, int(for_kv // size)), useful)
+        useful = layout.useful_blocks(config.max_num_seqs, geometry.max_model_len, config.max_num_batched_tokens)
+        return _Budget(max(0, int(for_kv // layout.bytes_per_block)), useful)
 
     def probe_numerics(self, max_rows: int) -> None:
         for key, (name, linear, dtype) in self._linears.items():

@@ -30,7 +30,8 @@ class CpuHeadRunner:
         self._ropes = head.new_ropes(self._positions)
         kernels = device.kernels
         self._plans = [
-            kernels.new_attention_plan(shape, limits.max_model_len, most, max_seqs) for shape in head.attention_shapes
+            kernels.new_attention_plan(shape, limits.max_model_len, most, max_seqs, limits.num_tables)
+            for shape in head.attention_shapes
         ]
         self._hidden = torch.zeros(most, head.hidden_size, dtype=states.dtype)
         self._results = torch.zeros(max_seqs, head.hidden_size, dtype=states.dtype)
@@ -40,7 +41,8 @@ class CpuHeadRunner:
             self._combine = recording.program()
         with kernels.recording() as recording:
             recording.rows = "head rows"
-            self._output = head.forward(self._token_ids, self._hidden, self._ropes, kv_cache.draft_layers, self._plans)
+            layers, tables = kv_cache.draft_layers, kv_cache.draft_tables
+            self._output = head.forward(self._token_ids, self._hidden, self._ropes, layers, self._plans, tables)
             self._forward = recording.program()
         with kernels.recording() as recording:
             recording.rows = "head logits"

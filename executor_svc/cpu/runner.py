@@ -46,16 +46,15 @@ class ModelRunner:
         self.functions = device.functions
         sizes = (limits.max_num_batched_tokens, limits.max_num_batched_tokens, limits.max_num_seqs)
         tensors = (torch.zeros(size, dtype=torch.int64) for size in sizes)
-        layers, name = (kv_cache.draft_layers, "draft ") if is_draft else (kv_cache.layers, "")
         self._recorded = RecordedModel(
             model,
             device.kernels,
             kv_cache,
             limits,
             *tensors,
-            layers=layers,
+            is_draft=is_draft,
             state_layers=state_layers,
-            name=name,
+            name="draft " if is_draft else "",
             adapters=adapters,
         )
         self._places: IntArray | None = None

@@ -133,7 +133,7 @@ class AttentionPlan(Protocol):
     """The units of attention's work in the current step: tiles of queries, or some of their KV heads."""
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
-        """Set the step; arguments as in `forward_batch.ForwardBatch`.
+        """Set the step; arguments as in `forward_batch.ForwardBatch`, with as many block tables as the plan has.
 
         With a window, attention does not read the blocks that lie wholly before the window of a sequence's first token:
         their entries may be any valid block, with any content.
@@ -176,9 +176,17 @@ class Kernels(Protocol):
         ...
 
     def new_attention_plan(
-        self, shape: AttentionShape, max_model_len: int, max_tokens: int, max_seqs: int | None = None
+        self,
+        shape: AttentionShape,
+        max_model_len: int,
+        max_tokens: int,
+        max_seqs: int | None = None,
+        num_tables: int = 1,
     ) -> AttentionPlan:
-        """Return a plan for steps of at most max_tokens tokens and max_seqs sequences (None: max_tokens)."""
+        """Return a plan for steps of at most max_tokens tokens and max_seqs sequences (None: max_tokens).
+
+        num_tables: block tables of a sequence; layers with one shape may lie in pages of different ones.
+        """
         ...
 
     def recording(self) -> AbstractContextManager[Recording]:
@@ -251,6 +259,7 @@ class Kernels(Protocol):
         plan: AttentionPlan,
         norms: HeadNorms | None = None,
         scales: KVScales | None = None,
+        table: int = 0,
     ) -> Tensor:
         """Normalize q and k if norms are given, rotate them, write k and v to the cache, return q.
 
@@ -260,6 +269,7 @@ class Kernels(Protocol):
             rope: in the dtype of qkv; only the first R columns of a head are rotated.
             kv_layer: [N, 2, KVH, B, DP], written at the plan's slots; the order within a head is device-specific.
             scales: only for a cache in fp8; None: 1.
+            table: the plan's block table that names the layer's pages.
 
         Returns: q [T, H, DP].
         """
@@ -273,11 +283,13 @@ class Kernels(Protocol):
         plan: AttentionPlan,
         scales: KVScales | None = None,
         sinks: Tensor | None = None,
+        table: int = 0,
     ) -> Tensor:
         """Causal attention of q [T, H, DP] over each token's own sequence in the cache: [T, H * DP].
 
         The shape's window and softcap apply. plan must be a plan for this shape; scales must equal the scales of the
         writes. sinks: [H] float32, one more score of each head, which has a weight and no value; None: none.
+        table: as in `rope_write_kv`.
         """
         ...
 

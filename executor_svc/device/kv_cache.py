@@ -1,8 +1,9 @@
 """KV memory in pages: a device pool and a host pool, with moves of pages within and between them.
 
 Both are [num_pages, page_bytes]; `kv_layout` says where each layer lies in the pages. Copies and swaps move whole
-pages. A layer's view is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_size], with the pages as its blocks. The
-order within a head is device-specific (keys on the CPU are [head_size, block_size], see `cpu.kernels.rope`).
+pages, which with one KV group are whole blocks: "blocks" below are pages. A layer's view is [num_blocks, 2 (K, V),
+num_kv_heads, block_size, head_size], with the pages as its blocks. The order within a head is device-specific (keys on
+the CPU are [head_size, block_size], see `cpu.kernels.rope`).
 
 A draft model or head has layers of its own in the same pages, perhaps with other KV heads and another head size.
 """
@@ -15,9 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from executor_svc.config import ExecutorConfig
 from executor_svc.device.host_memory import new_memory
 from executor_svc.device.kv_layout import KVLayout, LayerKV
 from executor_svc.plan.description import LayerHeads, ModelGeometry
+from executor_svc.plan.limits import GroupShape
 
 BlockIds = Sequence[int] | Tensor
 
@@ -32,16 +35,32 @@ class DraftLayers:
 
 
 def model_layout(
-    geometry: ModelGeometry, padded: Callable[[int], int], draft: DraftLayers, block_size: int, dtype: torch.dtype
+    geometry: ModelGeometry,
+    padded: Callable[[int], int],
+    draft: DraftLayers,
+    config: ExecutorConfig,
+    dtype: torch.dtype,
 ) -> KVLayout:
-    """Return the layout of a target's layers and then its draft's; padded: returns the size of heads in the cache."""
+    """Return the layout of a target's layers and then its draft's; padded: returns the size of heads in the cache.
+
+    Layers with a window below max_model_len are in a group with those of the same window; all others, and the draft's,
+    in group 0, if there are any. Layers with the same keys and values are together.
+    """
     heads = geometry.layer_heads or (LayerHeads(geometry.num_kv_heads, geometry.head_size),) * geometry.num_layers
-    target = layers_of_heads(heads, padded)
+    kept = [0] * len(heads)
+    if geometry.windows and not config.disable_hybrid_kv_cache_manager:
+        kept = [window if window and window < geometry.max_model_len else 0 for window in geometry.windows]
+    owners = [index if each.kv_of is None else each.kv_of for index, each in enumerate(heads)]
+    readers = [[kept[index] for index, owner in enumerate(owners) if owner == each] for each in owners]
+    kept = [0 if 0 in each else max(each) for each in readers]
+    windows = tuple(sorted({*kept, *([0] if draft.layers else [])}))
+    alone = zip(layers_of_heads(heads, padded), kept, strict=True)
+    target = [replace(layer, group=windows.index(window)) for layer, window in alone]
     moved = (
         each if each.shared_with is None else replace(each, shared_with=each.shared_with + len(target))
         for each in draft.layers
     )
-    return KVLayout.of((*target, *moved), block_size, dtype)
+    return KVLayout.of((*target, *moved), config.block_size, dtype, windows)
 
 
 def layers_of_heads(heads: Sequence[LayerHeads], padded: Callable[[int], int]) -> tuple[LayerKV, ...]:
@@ -63,8 +82,9 @@ class KVCache:
         device: torch.device,
         num_draft_layers: int = 0,
     ) -> None:
-        """Reserve memory for the blocks of all layers, the last num_draft_layers of which are the draft's."""
-        assert layout.pages_per_block == (1,), "blocks of several pages, or of several groups"
+        """Reserve memory for so many blocks of every KV group; the last num_draft_layers layers are the draft's."""
+        num_device_blocks *= layout.num_tables
+        num_host_blocks *= layout.num_tables
         self.layout = layout
         self.block_size = layout.block_size
         self.num_device_blocks = num_device_blocks
@@ -79,6 +99,13 @@ class KVCache:
         """The target's."""
         self.draft_layers: tuple[Tensor, ...] = layers[num_layers:]
         """The draft's."""
+        self.tables, self.draft_tables = layout.tables[:num_layers], layout.tables[num_layers:]
+        """Of each of these layers, the block table that names its pages."""
+
+    @property
+    def kv_groups(self) -> tuple[GroupShape, ...]:
+        """As in `Limits`."""
+        return self.layout.groups
 
     def _new_pool(self, num_pages: int, device: torch.device) -> Tensor:
         sizes = num_pages, self.bytes_per_block

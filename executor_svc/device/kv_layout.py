@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from executor_svc.plan.limits import GroupShape
 
 MAX_STRIPS = 32
 """Maximum pages of a block."""
@@ -61,16 +64,48 @@ class KVLayout:
     page_bytes: int
     pages_per_block: tuple[int, ...]
     """Of each group."""
+    windows: tuple[int, ...] = (0,)
+    """Of each group: how many of the last positions its layers read; 0: all."""
 
     @staticmethod
-    def of(layers: Sequence[LayerKV], block_size: int, dtype: torch.dtype) -> KVLayout:
+    def of(layers: Sequence[LayerKV], block_size: int, dtype: torch.dtype, windows: tuple[int, ...] = (0,)) -> KVLayout:
         """Choose the size of pages with the least padding, the largest of such; pack the layers in their order.
 
-        With one group it is the bytes of a block: one page.
+        With one group it is the bytes of a block: one page. windows: of each group.
         """
         found = [_packed(layers, block_size, dtype, size) for size in _page_sizes(layers, block_size, dtype)]
         possible = [each for each in found if max(each.pages_per_block) <= MAX_STRIPS]  # a page of the largest block is
-        return min(possible, key=lambda each: (each.padding, -each.page_bytes))
+        best = min(possible, key=lambda each: (each.padding, -each.page_bytes))
+        return replace(best, windows=windows)
+
+    @property
+    def groups(self) -> tuple[GroupShape, ...]:
+        """The KV groups; none where all layers keep all positions, and a block is a page."""
+        if self.windows == (0,):
+            return ()
+        return tuple(map(GroupShape, self.windows, self.pages_per_block))
+
+    @property
+    def num_tables(self) -> int:
+        """The number of a sequence's block tables: the pages of a block of every group."""
+        return sum(self.pages_per_block)
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """Of each layer, the block table that names its pages: those of a group's strips follow each other."""
+        first = [0, *accumulate(self.pages_per_block)]
+        return tuple(first[layer.group] + place.strip for layer, place in zip(self.layers, self.places, strict=True))
+
+    def useful_blocks(self, num_seqs: int, max_model_len: int, chunk: int) -> int:
+        """Return the most blocks of every group that sequences of this length can use, in steps of so many tokens.
+
+        Of a window that is what a sequence holds while it computes a chunk, and as much for prefixes that others share.
+        """
+        most, pages = -(-max_model_len // self.block_size), 0
+        for window, size in zip(self.windows, self.pages_per_block, strict=True):
+            kept = 2 * -(-window // self.block_size) + -(-chunk // self.block_size) + 4 if window else most
+            pages += size * min(most, kept)
+        return -(-num_seqs * pages // self.num_tables)
 
     @property
     def padding(self) -> float:

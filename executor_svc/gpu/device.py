@@ -184,12 +184,13 @@ class GpuDevice:
         use.
         """
         draft = draft or DraftLayers((), 0)
-        layout = model_layout(geometry, self._kernels.padded_head_size, draft, config.block_size, self.kv_dtype)
+        layout = model_layout(geometry, self._kernels.padded_head_size, draft, config, self.kv_dtype)
         size = layout.bytes_per_block
-        beside = step_bytes + staging_blocks(config.num_cpu_blocks, size) * size
+        host_pages, page = config.num_cpu_blocks * layout.num_tables, layout.page_bytes
+        beside = step_bytes + staging_blocks(host_pages, page) * page
         blocks = config.num_gpu_blocks
         if blocks is None:
-            useful = config.max_num_seqs * -(-geometry.max_model_len // config.block_size)
+            useful = layout.useful_blocks(config.max_num_seqs, geometry.max_model_len, config.max_num_batched_tokens)
             blocks = min(max(0, self._bytes_for_kv(config, beside)) // size, useful)
             if blocks < 1:
                 raise DeviceError(

@@ -162,10 +162,11 @@ class DeviceSlots:
             limits.max_blocks_per_seq,
             device,
             list_words + extra_words,
+            limits.num_tables,
         )
         admitted, self.extra = self.state.extra.split((list_words, extra_words))
         """extra: [extra_words] int32, zero at first."""
-        self.buffers = StepBuffers.empty(most, limits.max_blocks_per_seq, device)
+        self.buffers = StepBuffers.empty(most, limits.max_blocks_per_seq, device, limits.num_tables)
         least = most.num_words + RUN_WORDS
         if staging_words < least:
             raise ValueError(f"staging_words must be at least {least} for such steps, is {staging_words}")

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from executor_svc.batch.block_tables import TablePlaces
 from executor_svc.gpu.kernels.sampling.state import MAX_INT32
 from executor_svc.gpu.kernels.slots.slots import DRAFTS_END, MAX_DRAFTS, MAX_LEN, NUM_NUMBERS, SlotState, padded
 from executor_svc.gpu.staging import StagedChanges
@@ -36,10 +37,11 @@ class ChangeLog:
         self._limits = limits
         self._numbers = int(state.numbers.storage_offset()) + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
         self._token_ids = _RowPlaces(int(state.token_ids.storage_offset()), state.token_ids.stride(0))
-        self._tables = _RowPlaces(int(state.block_tables.storage_offset()), state.block_tables.stride(0))
+        self._tables = _RowPlaces(int(state.tables.storage_offset()), state.tables.stride(0))
+        self._table_words = state.tables.stride(1)
         self._stop_bits = _RowPlaces(int(state.stop_bits.storage_offset()), state.stop_bits.stride(0))
         # The ends of block tables, for appended blocks, and the words of stop ids that an admission must clear.
-        self._num_blocks = np.zeros(n, np.int64)
+        self._places = TablePlaces(limits)
         self._max_drafts = np.zeros(n, np.int64)
         self._max_len = np.zeros(n, np.int64)
         self._stop_words = [np.zeros(0, np.int64)] * n
@@ -54,7 +56,9 @@ class ChangeLog:
         """Add a plan's admissions, appended blocks and given tokens; changes: without those of any other plan."""
         if plan.admitted:
             self._admit(plan.admitted, changes)
-        self._append_blocks(ints(plan.append_slots), ints(plan.append_block_ids), changes)
+        for table, slots, entries, pages in self._places.appended(plan):
+            places = self._tables.place + slots * self._tables.stride + table * self._table_words + entries
+            changes.write_singles(places, pages)
         self._end_drafts(plan, changes)
         changes.give_tokens(ints(plan.given_slots), ints(plan.given_token_ids))
         longest = max((len(sequence.token_ids) for sequence in plan.admitted), default=0)
@@ -90,8 +94,8 @@ class ChangeLog:
         for sequence in sequences:
             slot = sequence.slot
             changes.write(self._token_ids.start(slot), ints(sequence.token_ids))
-            changes.write(self._tables.start(slot), ints(sequence.block_ids))
-            self._num_blocks[slot] = len(sequence.block_ids)
+            for table, first, pages in self._places.admitted(sequence):
+                changes.write(self._tables.start(slot) + table * self._table_words + first, pages)
             self._set_stop_ids(slot, ints(sequence.sampling.stop_token_ids), changes)
 
     def _set_stop_ids(self, slot: int, token_ids: IntArray, changes: StagedChanges) -> None:
@@ -105,26 +109,17 @@ class ChangeLog:
         changes.write_singles(self._stop_bits.start(slot) + words, values)
         self._stop_words[slot] = words[values != 0]
 
-    def _append_blocks(self, slots: IntArray, block_ids: IntArray, changes: StagedChanges) -> None:
-        if not len(slots):
-            return
-        order = np.argsort(slots, kind="stable")
-        slots = slots[order]
-        _, first, counts = np.unique(slots, return_index=True, return_counts=True)
-        places = self._num_blocks[slots] + np.arange(len(slots)) - np.repeat(first, counts)
-        changes.write_singles(self._tables.place + slots * self._tables.stride + places, block_ids[order])
-        self._num_blocks[slots[first]] += counts
-
     def _end_drafts(self, plan: StepPlan, changes: StagedChanges) -> None:
         """Set the end of drafts of slots with new blocks, as `speculation.drafting` bounds them.
 
         A slot that plans behind a step may not let grow in time keeps a place for one token of each of them.
         """
         admitted = np.array([sequence.slot for sequence in plan.admitted], np.int64)
-        slots = np.unique(np.concatenate((admitted, ints(plan.append_slots))))
+        appended = (plan.append_slots, *(appends.slots for appends in plan.group_appends))
+        slots = np.unique(np.concatenate((admitted, *map(ints, appended))))
         slots = slots[self._max_drafts[slots] > 0]
         if len(slots):
-            places, longest = self._num_blocks[slots] * self._limits.block_size, self._max_len[slots] - 1
+            places, longest = self._places.room(slots) * self._limits.block_size, self._max_len[slots] - 1
             ends = np.where(places >= longest, longest, places - (self._limits.max_inflight_plans - 1))
             changes.write_singles(self._numbers[DRAFTS_END.value] + slots, ends)
 

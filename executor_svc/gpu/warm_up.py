@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.plan import AdmittedSequence, GroupTable, StepPlan
 from cadenza_common.plan.sampling import Need, SequenceSampling
 from executor_svc.gpu.kernels.attention.segments import SEGMENTS
 from executor_svc.gpu.kernels.few_bits import linear as few_bits
@@ -73,19 +73,19 @@ def _largest(limits: Limits) -> Iterator[StepPlan]:
     # Shorter prompts first: linears have other kernels for few rows.
     tile_rows = sorted({*TILE_ROWS, *few_bits.TILE_ROWS})
     for length in (*(rows for rows in tile_rows if rows < longest), longest):
-        yield _prompts(np.array([length]), _EVERYTHING, limits.block_size)
+        yield _prompts(np.array([length]), _EVERYTHING, limits)
     # The linear to the logits has a row for each sequence.
     for rows in tile_rows:
         if rows < limits.max_num_seqs:
-            yield _prompts(np.ones(rows, np.int64), SequenceSampling(), limits.block_size)
+            yield _prompts(np.ones(rows, np.int64), SequenceSampling(), limits)
     for sampling in (_DRAWN, _NUCLEUS, _CANDIDATES):
-        yield _prompts(_most_sequences(limits), sampling, limits.block_size)
+        yield _prompts(_most_sequences(limits), sampling, limits)
 
 
 def _largest_adapted(limits: Limits) -> Iterator[StepPlan]:
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     for counts in (np.array([1]), np.array([longest]), _most_sequences(limits)):
-        yield _prompts(counts, SequenceSampling(), limits.block_size)
+        yield _prompts(counts, SequenceSampling(), limits)
 
 
 def _most_sequences(limits: Limits) -> IntArray:
@@ -96,12 +96,14 @@ def _most_sequences(limits: Limits) -> IntArray:
     return counts
 
 
-def _prompts(counts: IntArray, sampling: SequenceSampling, block_size: int) -> StepPlan:
-    """Return a step of sequences with counts[i] tokens in slot i; all their block table entries are the first block."""
-    admitted = [
-        AdmittedSequence(slot, [0] * count, count, 0, [0] * -(-count // block_size), sampling)
-        for slot, count in enumerate(counts.tolist())
-    ]
+def _prompts(counts: IntArray, sampling: SequenceSampling, limits: Limits) -> StepPlan:
+    """Return a step of sequences with counts[i] tokens in slot i; all their block table entries are the first page."""
+    admitted = []
+    for slot, count in enumerate(counts.tolist()):
+        num_blocks = -(-count // limits.block_size)
+        first, *others = [[0] * (num_blocks * group.pages_per_block) for group in limits.groups]
+        tables = [GroupTable(index, 0, pages) for index, pages in enumerate(others, 1)]
+        admitted.append(AdmittedSequence(slot, [0] * count, count, 0, first, sampling, group_tables=tables))
     return StepPlan(
         1,
         epoch=1,
@@ -116,18 +118,18 @@ def _each_kind(limits: Limits) -> Iterator[StepPlan]:
     if limits.max_num_batched_tokens < _LENGTH or limits.max_model_len <= _LENGTH:
         return
     # A prompt with logprobs, draws and counts; then a decode, by a graph.
-    yield _prompts(np.array([_LENGTH]), _EVERYTHING, limits.block_size)
+    yield _prompts(np.array([_LENGTH]), _EVERYTHING, limits)
     yield StepPlan(2, epoch=1, decode_ready=True)
     # One token of a short sequence, and of one with split keys, in steps without logits: by no graph.
     for length in (_LENGTH, min(SEGMENTS.least_keys + 2, limits.max_model_len)):
-        yield _one_token(length, limits.block_size)
+        yield _one_token(length, limits)
         if limits.max_drafts:
-            yield _one_draft(length, limits.block_size)
+            yield _one_draft(length, limits)
 
 
-def _one_token(length: int, block_size: int) -> StepPlan:
+def _one_token(length: int, limits: Limits) -> StepPlan:
     """Return a step of the last but one token of a prompt of `length` tokens, in the first slot, which was in use."""
-    whole = _prompts(np.array([length]), SequenceSampling(), block_size)
+    whole = _prompts(np.array([length]), SequenceSampling(), limits)
     (prompt,) = whole.admitted
     return replace(
         whole,
@@ -139,9 +141,9 @@ def _one_token(length: int, block_size: int) -> StepPlan:
     )
 
 
-def _one_draft(length: int, block_size: int) -> StepPlan:
+def _one_draft(length: int, limits: Limits) -> StepPlan:
     """Return a decode of a sequence of `length` tokens in the first slot, which was in use, with room for a draft."""
-    whole = _prompts(np.array([length]), SequenceSampling(), block_size)
+    whole = _prompts(np.array([length]), SequenceSampling(), limits)
     (prompt,) = whole.admitted
     return StepPlan(
         1,

@@ -87,6 +87,8 @@ class CausalLM(Protocol):
 
     attention_shapes: tuple[AttentionShape, ...]
     """The distinct shapes of its layers' attention: one for most models, two if only some layers have a window."""
+    windows: tuple[int | None, ...]
+    """The window of each layer's attention."""
     layer_heads: tuple[LayerHeads, ...]
     """What each layer keeps in the cache."""
     num_layers: int
@@ -106,6 +108,7 @@ class CausalLM(Protocol):
         ropes: Sequence[Rope],
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
+        tables: Sequence[int] = (),
     ) -> Tensor:
         """Return hidden states [T, hidden] before the final norm; every operation is one of the device's kernels.
 
@@ -114,6 +117,7 @@ class CausalLM(Protocol):
             ropes: from `new_ropes`.
             kv_layers: the cache of each layer, [N, 2, KVH, B, DP].
             plans: one for each of `attention_shapes`.
+            tables: of each layer, the block table of the plans that names its pages; empty: the first.
         """
         ...
 

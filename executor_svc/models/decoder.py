@@ -42,6 +42,7 @@ class Decoder:
         ropes = [layer.rope for layer in spec.layers]
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes))
         distinct_ropes = list(dict.fromkeys(ropes))
+        self.windows = tuple(shape.window for shape in shapes)
         self._plan_of = [self.attention_shapes.index(shape) for shape in shapes]
         self._rotary_of = [distinct_ropes.index(rope) for rope in ropes]
         # Before the weights: threads read those, and would wait for Python's lock while this thread computes.
@@ -78,9 +79,10 @@ class Decoder:
         ropes: Sequence[Rope],
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
+        tables: Sequence[int] = (),
     ) -> Tensor:
         """Return hidden states [T, hidden] before the final norm; arguments as in `models.base.CausalLM`."""
-        return self.forward_with_states(token_ids, ropes, kv_layers, plans, ())[0]
+        return self.forward_with_states(token_ids, ropes, kv_layers, plans, (), tables)[0]
 
     def forward_with_states(
         self,
@@ -89,6 +91,7 @@ class Decoder:
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
         state_layers: Sequence[int],
+        tables: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """Return the result of `forward` and the hidden states between layers, which an EAGLE-3 head reads.
 
@@ -115,7 +118,8 @@ class Decoder:
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
             normed, residual = self._read(layer.before_attention, delta, residual)
             keep(index)
-            attended = layer.attention(normed, ropes[self._rotary_of[index]], kv_layer, plans[self._plan_of[index]])
+            rope, plan = ropes[self._rotary_of[index]], plans[self._plan_of[index]]
+            attended = layer.attention(normed, rope, kv_layer, plan, tables[index] if tables else 0)
             if layer.after_attention is not None:
                 attended = layer.after_attention(attended)
             if self._spec.parallel:

@@ -305,6 +305,7 @@ def _geometry(
         num_parameters=num_parameters,
         weight_bytes=num_parameters * device.dtype.itemsize - device.few_bits.saved_bytes,
         weights=device.few_bits.described(str(device.dtype).removeprefix("torch.")),
+        windows=model.windows,
         layer_heads=model.layer_heads,
     )
 

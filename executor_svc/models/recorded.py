@@ -58,21 +58,22 @@ class RecordedModel:
         positions: Tensor,
         sampled: Tensor,
         *,
-        layers: Sequence[Tensor] | None = None,
+        is_draft: bool = False,
         state_layers: Sequence[int] = (),
         name: str = "",
         adapters: ModelAdapters | None = None,
     ) -> None:
         """Record steps over token_ids and positions [max_tokens], and logits of the rows `sampled`; all int64.
 
-        layers: the model's layers of the cache, such as a draft's; None: the target's. state_layers: a head reads the
+        is_draft: the model has the cache's draft layers, not the target's. state_layers: a head reads the
         states of these layers, as `Decoder.forward_with_states` takes them. name: names a model that runs beside
         another on the same kernels: recordings with the same names of rows overwrite each other's results.
         adapters: those that the model was built with.
         """
         self._rows, self._sampled, self._requested = (f"{name}{rows}" for rows in ("rows", "sampled", "requested"))
         self._model, self._kernels, self._adapters = model, kernels, adapters
-        self._layers = kv_cache.layers if layers is None else layers
+        self._layers = kv_cache.draft_layers if is_draft else kv_cache.layers
+        self._layer_tables = kv_cache.draft_tables if is_draft else kv_cache.tables
         self._state_layers = state_layers
         most, max_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.kv_cache = kv_cache  # kept alive: the programs hold its addresses
@@ -81,7 +82,8 @@ class RecordedModel:
         """Rows of hidden states: those whose logits the step computes, and those requested after it."""
         self.ropes = model.new_ropes(self.positions)
         self.plans = [
-            kernels.new_attention_plan(shape, limits.max_model_len, most, max_seqs) for shape in model.attention_shapes
+            kernels.new_attention_plan(shape, limits.max_model_len, most, max_seqs, limits.num_tables)
+            for shape in model.attention_shapes
         ]
         self._base = self._current = self._record(None)
         self.hidden, self.sampled_logits = self._base.hidden, self._base.sampled_logits
@@ -164,11 +166,11 @@ class RecordedModel:
         return _RecordedStep(hidden, states, sampled_logits, best, forward, requested_logits, logits)
 
     def _record_forward(self) -> tuple[Tensor, Tensor | None]:
-        model, ropes = self._model, self.ropes
+        model, ropes, layers, tables = self._model, self.ropes, self._layers, self._layer_tables
         if self._state_layers:
             assert isinstance(model, Decoder)
-            return model.forward_with_states(self.token_ids, ropes, self._layers, self.plans, self._state_layers)
-        return model.forward(self.token_ids, ropes, self._layers, self.plans), None
+            return model.forward_with_states(self.token_ids, ropes, layers, self.plans, self._state_layers, tables)
+        return model.forward(self.token_ids, ropes, layers, self.plans, tables), None
 
     def _with(self, rows: AdapterRows | None) -> AbstractContextManager[None]:
         if rows is None:

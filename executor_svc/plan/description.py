@@ -11,7 +11,7 @@ from typing import Protocol
 from cadenza_common.grammar.table import GrammarEngine
 from cadenza_common.wire.transport import MAX_STEP_LOGPROBS, PROTOCOL_VERSION
 from executor_svc.config import ExecutorConfig
-from executor_svc.plan.limits import Limits
+from executor_svc.plan.limits import GroupShape, Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class ModelGeometry:
     """As in config.json; empty: none."""
     weights: str = ""
     """What weights in few bits are in, as "Q4_1 with 8-bit activations"; empty: all are in dtype."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer: how many of the last positions it reads; None: all. Empty: all layers read all."""
     layer_heads: tuple[LayerHeads, ...] = ()
     """Of each layer; empty: all have num_kv_heads of head_size."""
 
@@ -112,6 +114,9 @@ class Pools(Protocol):
     @property
     def bytes_per_block(self) -> int: ...
 
+    @property
+    def kv_groups(self) -> tuple[GroupShape, ...]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
@@ -148,6 +153,7 @@ def limits_of(config: ExecutorConfig, geometry: ModelGeometry, pools: Pools) -> 
         num_host_blocks=pools.num_host_blocks,
         max_inflight_plans=config.max_inflight_plans,
         max_drafts=0 if config.speculative == "off" else config.num_speculative_tokens,
+        kv_groups=pools.kv_groups,
         adaptive_drafts=config.speculative == "auto",
     )
 

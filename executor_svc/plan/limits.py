@@ -42,6 +42,16 @@ class Limits:
     """Whether the scheduler chooses the number of drafts by what steps have cost and accepted."""
 
     @property
+    def groups(self) -> tuple[GroupShape, ...]:
+        """The KV groups, one of all layers included."""
+        return self.kv_groups or (GroupShape(),)
+
+    @property
+    def num_tables(self) -> int:
+        """The number of a sequence's block tables: one for each strip of each group."""
+        return sum(group.pages_per_block for group in self.groups)
+
+    @property
     def max_blocks_per_seq(self) -> int:
         """The number of block table entries of a sequence of max_model_len tokens."""
         return -(-self.max_model_len // self.block_size)

@@ -17,10 +17,11 @@ _SHOWN = 160
 
 def geometry_options(recorded: pb.DescribeResponse) -> dict[str, int]:
     """Return the options that plans depend on, with the recorded executor's values."""
+    pages = sum(group.pages_per_block for group in recorded.kv.groups) or 1
     return {
         "block_size": recorded.kv.block_size,
-        "num_gpu_blocks": recorded.kv.num_device_blocks,
-        "num_cpu_blocks": recorded.kv.num_host_blocks,
+        "num_gpu_blocks": recorded.kv.num_device_blocks // pages,
+        "num_cpu_blocks": recorded.kv.num_host_blocks // pages,
         "max_model_len": recorded.model.max_model_len,
         "max_num_seqs": recorded.limits.max_num_seqs,
         "max_num_batched_tokens": recorded.limits.max_num_batched_tokens,

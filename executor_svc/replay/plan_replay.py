@@ -98,6 +98,11 @@ class _Executor:
         self._worker.stop(_STOP_S)
 
 
+def _groups(description: pb.DescribeResponse) -> str:
+    """The windows and pages of an executor's KV groups, for a message."""
+    return str([(group.window, group.pages_per_block) for group in description.kv.groups])
+
+
 class PlanReplay:
     """Replays what one executor of a log did: a new one, with empty memory, for each recorded incarnation."""
 
@@ -205,6 +210,8 @@ class PlanReplay:
         if config is None or errors:
             raise ReplayError("\n".join(errors))
         logging.getLogger().setLevel(config.log_level.upper())
+        if not self._recorded.kv.groups:
+            config = config.model_copy(update={"disable_hybrid_kv_cache_manager": True})
         try:
             executor = _Executor(config)
         except StartError as exc:
@@ -220,6 +227,12 @@ class PlanReplay:
             raise ReplayError(
                 f"--model: {here.model.name} has {here.model.vocab_size} token ids, the recorded "
                 f"{recorded.model.name} had {recorded.model.vocab_size}"
+            )
+        if list(recorded.kv.groups) != list(here.kv.groups):
+            executor.stop()
+            raise ReplayError(
+                f"--model: {here.model.name} has KV groups {_groups(here)}, the recorded {recorded.model.name} had "
+                f"{_groups(recorded)}"
             )
         difference = numerics_difference(recorded, here)
         self._exact = not difference

@@ -22,7 +22,6 @@ from executor_svc.simulated.attention import SimulatedAttention
 from executor_svc.simulated.clock import sleep_until
 from executor_svc.simulated.costs import StepCosts, StepWork
 from executor_svc.simulated.grouped_attention import GroupedAttention
-from executor_svc.simulated.groups import SimulatedGroups
 from executor_svc.simulated.hashing import U64, draw_hashes, logits_hashes
 from executor_svc.simulated.injection import InjectedDeviceError, Injection, Poison
 from executor_svc.simulated.memory import DigestPools
@@ -58,11 +57,8 @@ class SimulatedStepExecutor:
         self.slots = Slots(limits)
         self.pools = DigestPools(limits.num_device_blocks, limits.num_host_blocks, limits.block_size)
         self._drafting = Drafting(self.slots, drafts)
-        self._groups = SimulatedGroups(limits) if limits.kv_groups else None
         self._attention: SimulatedAttention | GroupedAttention = (
-            SimulatedAttention(self.slots, self.pools)
-            if self._groups is None
-            else GroupedAttention(self.slots, self.pools, self._groups)
+            GroupedAttention(self.slots, self.pools) if limits.kv_groups else SimulatedAttention(self.slots, self.pools)
         )
         self._costs = costs or StepCosts()
         self._wait = wait
@@ -100,11 +96,7 @@ class SimulatedStepExecutor:
         if self._injection is not None:
             self._injection.before_step()
         keys = [self._adapters.key_of(sequence.adapter_index) for sequence in plan.admitted]
-        if self._groups is None:
-            self.slots.apply(plan)
-        else:
-            self.slots.apply(self._groups.seen_by_slots(plan))
-            self._groups.follow(plan)
+        self.slots.apply(plan)
         if keys:
             self._attention.adapter_keys[[sequence.slot for sequence in plan.admitted]] = np.array(keys, np.uint64)
         self._drafting.follow(plan)

@@ -15,7 +15,6 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
 from executor_svc.sampling.splitmix64 import mix
-from executor_svc.simulated.groups import SimulatedGroups
 from executor_svc.simulated.hashing import U64, contributions, position_keys, token_hashes
 from executor_svc.simulated.memory import DigestPools
 
@@ -23,10 +22,12 @@ from executor_svc.simulated.memory import DigestPools
 class GroupedAttention:
     """As `SimulatedAttention`, over the tables of several groups."""
 
-    def __init__(self, slots: Slots, pools: DigestPools, groups: SimulatedGroups) -> None:
+    def __init__(self, slots: Slots, pools: DigestPools) -> None:
         self._slots = slots
         self._pools = pools
-        self._groups = groups
+        shapes = slots.limits.groups
+        self._strips = [(g, strip, shape) for g, shape in enumerate(shapes) for strip in range(shape.pages_per_block)]
+        """Group, number in it and shape of what each of the slots' tables is of."""
         self._keys = position_keys(np.arange(slots.limits.max_model_len + 1))
         self.adapter_keys: U64 = np.zeros(slots.limits.num_slots, np.uint64)
         """By slot: `hashing.adapter_key` of its adapter."""
@@ -35,7 +36,6 @@ class GroupedAttention:
         """Write the digests of all scheduled tokens; a slot that reads wrong KV writes wrong digests."""
         starts = self._slots.num_computed_tokens[scheduled.slots]
         ends = starts + scheduled.num_tokens
-        self._groups.check_room(scheduled.slots, ends)
         chunks = list(zip(scheduled.slots.tolist(), starts.tolist(), ends.tolist(), strict=True))
         for slot, start, end in chunks:
             self._write(slot, start, self._digests(slot, end)[start:])
@@ -71,27 +71,25 @@ class GroupedAttention:
 
     def _write(self, slot: int, start: int, digests: U64) -> None:
         index, offsets = np.divmod(np.arange(start, start + len(digests)), self._pools.block_size)
-        for group, table in enumerate(self._groups.tables):
-            for strip in range(table.shape[2]):
-                self._pools.device[table[slot, index, strip], offsets] = digests + _salt(group, strip)
+        for table, (group, strip, _) in enumerate(self._strips):
+            self._pools.device[self._slots.tables[slot, table, index], offsets] = digests + _salt(group, strip)
 
     def _errors(self, slot: int, digests: U64, start: int) -> U64:
         """Return [length] by row what its reads differ from what its tokens give; rows before `start` are not read."""
         length = len(digests)
         errors: U64 = np.zeros(length, np.uint64)
         rows = np.arange(start, length)
-        for group, (shape, table) in enumerate(zip(self._groups.shapes, self._groups.tables, strict=True)):
+        for table, (group, strip, shape) in enumerate(self._strips):
             first = max(0, start + 1 - shape.window) if shape.window else 0
             positions = np.arange(first, length)
             index, offsets = np.divmod(positions, self._pools.block_size)
             right = contributions(digests[first:], self._keys[first:length])
-            for strip in range(table.shape[2]):
-                read = self._pools.device[table[slot, index, strip], offsets] - _salt(group, strip)
-                wrong = np.concatenate(
-                    (np.zeros(1, np.uint64), (contributions(read, self._keys[first:length]) - right).cumsum())
-                )
-                begins = np.maximum(rows + 1 - shape.window, 0) if shape.window else np.zeros(len(rows), np.int64)
-                errors[start:] += wrong[rows + 1 - first] - wrong[begins - first]
+            read = self._pools.device[self._slots.tables[slot, table, index], offsets] - _salt(group, strip)
+            wrong = np.concatenate(
+                (np.zeros(1, np.uint64), (contributions(read, self._keys[first:length]) - right).cumsum())
+            )
+            begins = np.maximum(rows + 1 - shape.window, 0) if shape.window else np.zeros(len(rows), np.int64)
+            errors[start:] += wrong[rows + 1 - first] - wrong[begins - first]
         return errors
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from cadenza_common.plan.plan import BlockMoves, StepPlan
 from executor_svc.plan.arrays import IntArray, ints
+from executor_svc.plan.limits import GroupShape
 from executor_svc.simulated.hashing import U64
 
 _DIGEST_BYTES = 8
@@ -20,6 +21,7 @@ class PoolSizes:
     block_size: int
     num_device_blocks: int
     num_host_blocks: int
+    kv_groups: tuple[GroupShape, ...] = ()
 
     @property
     def bytes_per_block(self) -> int:

@@ -75,7 +75,7 @@ class _RankPart:
 
         config, device = self.config, self.device
         limit_adapters(self.adapters, held)
-        pools = self._with_blocks(held.num_device_blocks)
+        pools = self._with_pages(held.num_device_blocks)
         limits = with_adapters(limits_of(config, self.loaded.geometry, pools), self.adapters)
         drafts = make_draft_source(config, limits, None, device, pools, None)
         executor = GpuStepExecutor(
@@ -86,11 +86,12 @@ class _RankPart:
             run_steps(executor)
         return executor, pools
 
-    def _with_blocks(self, num_blocks: int) -> KVCache:
+    def _with_pages(self, num_pages: int) -> KVCache:
         pools, self.pools = self.pools, None
         assert pools is not None
-        if pools.num_device_blocks == num_blocks:
+        if pools.num_device_blocks == num_pages:
             return pools
+        num_blocks = num_pages // pools.layout.num_tables
         del pools  # or both would have to fit
         gc.collect()
         if self.device.torch_device.type == "cuda":

@@ -19,6 +19,8 @@ class DraftKV:
 
     def __init__(self, limits: Limits) -> None:
         self._size = limits.block_size
+        # A block has these pages in KV group 0, where the draft's layers are; the first stands for it.
+        self._pages = limits.groups[0].pages_per_block
         # By block: the number of its first places that hold the KV of the tokens that a sequence has there.
         self._filled = np.zeros(limits.num_device_blocks, np.int64)
         self._filled_on_host = np.zeros(limits.num_host_blocks, np.int64)
@@ -43,8 +45,8 @@ class DraftKV:
         filled[ints(plan.swap_in.destinations)] = self._filled_on_host[ints(plan.swap_in.sources)]
         for sequence in plan.admitted:
             # Blocks that it takes from a source keep their counts.
-            first = sequence.source.num_blocks if sequence.source is not None else 0
-            block_ids = ints(sequence.block_ids)
+            first = sequence.source.num_blocks // self._pages if sequence.source is not None else 0
+            block_ids = ints(sequence.block_ids)[:: self._pages]
             starts = (first + np.arange(len(block_ids))) * self._size
             present = np.maximum(sequence.num_computed_tokens - starts, 0)
             filled[block_ids] = np.minimum(filled[block_ids], present)

@@ -23,13 +23,14 @@ class EagerRunner:
         self.functions = device.functions
         self._model = model
         self._torch_device = device.torch_device
-        self._kv_layers = kv_cache.layers
+        self._kv_layers, self._tables = kv_cache.layers, kv_cache.tables
         self._max_logits = limits.max_num_seqs
         self._positions = torch.zeros(most, dtype=torch.int64, device=device.torch_device)
         self._ropes = model.new_ropes(self._positions)
         max_model_len, max_seqs = loaded.geometry.max_model_len, limits.max_num_seqs
         self._plans = [
-            device.kernels.new_attention_plan(shape, max_model_len, most, max_seqs) for shape in model.attention_shapes
+            device.kernels.new_attention_plan(shape, max_model_len, most, max_seqs, limits.num_tables)
+            for shape in model.attention_shapes
         ]
 
     @torch.inference_mode()
@@ -40,7 +41,8 @@ class EagerRunner:
         self._model.fill_ropes(batch.positions, batch.rope_lens, self._ropes)
         for plan in self._plans:
             plan.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
-        return self._model.forward(batch.token_ids.to(self._torch_device), self._ropes, self._kv_layers, self._plans)
+        token_ids = batch.token_ids.to(self._torch_device)
+        return self._model.forward(token_ids, self._ropes, self._kv_layers, self._plans, self._tables)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:

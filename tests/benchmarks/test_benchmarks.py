@@ -312,4 +312,5 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "scheduler_cost",
         "service_plane",
         "speculation",
+        "window_memory",
     ]

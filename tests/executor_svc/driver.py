@@ -85,17 +85,28 @@ def spoil(cache: KVCache) -> None:
 class Driver:
     """A loaded model with a cache whose free blocks come in random order and are full of NaN."""
 
-    def __init__(self, loaded: LoadedModel, device: Device, config: ExecutorConfig, seed: int = 0) -> None:
+    def __init__(
+        self, loaded: LoadedModel, device: Device, config: ExecutorConfig, seed: int = 0, gives_back: bool = False
+    ) -> None:
+        """gives_back: what lies before a window is spoilt after each step; then nothing can be shared."""
         self.loaded = loaded
         self.block_size = config.block_size
         self.cache: KVCache = device.new_kv_cache(loaded.geometry, config)
         self.forget()
         limits = limits_of(config, loaded.geometry, self.cache)
         self.runner = ModelRunner(loaded.model, device, self.cache, limits, adapters=loaded.adapters)
-        self._free = list(range(self.cache.num_device_blocks))
-        self._free_host = list(range(self.cache.num_host_blocks))
+        num_tables = limits.num_tables
+        self._free = list(range(self.cache.num_device_blocks // num_tables))
+        self._free_host = list(range(self.cache.num_host_blocks // num_tables))
         self._users: Counter[int] = Counter()
         random.Random(seed).shuffle(self._free)
+        pages = list(range(self.cache.num_device_blocks))
+        if num_tables > 1:
+            random.Random(seed).shuffle(pages)
+        self._pages = torch.tensor(pages).view(-1, num_tables)
+        self._host_pages = torch.arange(self.cache.num_host_blocks).view(-1, num_tables)
+        self._windows = [group.window for group in limits.groups for _ in range(group.pages_per_block)]
+        self._gives_back = gives_back
 
     def forget(self) -> None:
         """Let all that is cached be NaN."""
@@ -120,21 +131,26 @@ class Driver:
         self._users.update(target.blocks)
         if common % self.block_size:
             target.blocks.append(self._take())
-            self.cache.copy([source.blocks[whole]], [target.blocks[whole]])
+            self.cache.copy(self._pages[source.blocks[whole]], self._pages[target.blocks[whole]])
         target.num_computed = common
 
     def swap(self, sequence: Tokens) -> None:
         """Move a sequence's blocks to the host, let others overwrite them, and bring it back to other blocks."""
         kept, count = sequence.num_computed, len(sequence.blocks)
         host, old = self._free_host[:count], sequence.blocks
-        self.cache.swap_out(old, host)
+        self.cache.swap_out(self._pages[old].flatten(), self._host_pages[host].flatten())
         self.release(sequence)
         for layer in self.cache.layers:
-            layer[[block for block in old if not self._users[block]]] = float("nan")
+            layer[self._pages[[block for block in old if not self._users[block]]].flatten()] = float("nan")
         random.Random(count).shuffle(self._free)
         sequence.blocks = [self._take() for _ in range(count)]
-        self.cache.swap_in(host, sequence.blocks)
+        self.cache.swap_in(self._host_pages[host].flatten(), self._pages[sequence.blocks].flatten())
         sequence.num_computed = kept
+
+    def _give_back(self, sequence: Tokens) -> None:
+        for window, pages in zip(self._windows, self._pages.t(), strict=True):
+            first = max(0, sequence.num_computed - window + 1) // self.block_size if window else 0
+            self.cache.pool[pages[sequence.blocks[:first]]] = 0xFF
 
     def _take(self) -> int:
         block = self._free.pop()
@@ -156,7 +172,18 @@ class Driver:
             chunks.append((sequence.num_computed, count))
             tables.append(sequence.blocks)
             ids.extend(sequence.tokens[sequence.num_computed : end])
-        batch = flat_batch(chunks, tables, self.block_size, ids, [sequence.num_prompt for sequence, _ in work])
+        prompts = [sequence.num_prompt for sequence, _ in work]
+        by_table = [
+            flat_batch(chunks, [pages[table].tolist() for table in tables], self.block_size, ids, prompts)
+            for pages in self._pages.t()
+        ]
+        batch = by_table[0]
+        if len(by_table) > 1:
+            batch = replace(
+                batch,
+                slot_mapping=torch.stack([each.slot_mapping for each in by_table]),
+                block_tables=torch.stack([each.block_tables for each in by_table], 1),
+            )
         places = np.repeat([sequence.place for sequence, _ in work], [count for _, count in work])
         batch = replace(batch, adapter_places=places)
         if logits == "last":
@@ -165,6 +192,8 @@ class Driver:
         out = self.runner.logits(self.runner.forward(batch), rows).clone()
         for sequence, count in work:
             sequence.num_computed += count
+            if self._gives_back:
+                self._give_back(sequence)
         sizes = [1 if logits == "last" else count for _, count in work]
         return list(torch.split(out, sizes))
 
@@ -181,9 +210,9 @@ class Model:
         self.loaded = load_model(ExecutorConfig(**self.options), self.device, adapter_sizes)
         self._alone: Driver | None = None
 
-    def driver(self, seed: int = 0, **options: Any) -> Driver:
+    def driver(self, seed: int = 0, gives_back: bool = False, **options: Any) -> Driver:
         """Return a driver with a cache of its own."""
-        return Driver(self.loaded, self.device, ExecutorConfig(**{**self.options, **options}), seed)
+        return Driver(self.loaded, self.device, ExecutorConfig(**{**self.options, **options}), seed, gives_back)
 
     def whole(self, tokens: list[int]) -> Tensor:
         """Return the logits [tokens, vocabulary] of tokens computed alone, in one chunk."""

@@ -29,18 +29,27 @@ class CpuAttentionPlan:
     """Query tiles, block tables and slots of a step, at fixed addresses for launches; `fill` sets them for a step."""
 
     def __init__(
-        self, shape: AttentionShape, max_model_len: int, max_tokens: int, num_threads: int, scratch: Tensor
+        self,
+        shape: AttentionShape,
+        max_model_len: int,
+        max_tokens: int,
+        num_threads: int,
+        scratch: Tensor,
+        num_tables: int = 1,
     ) -> None:
-        """scratch: `attention.scratch_bytes` of memory for every thread."""
+        """scratch: `attention.scratch_bytes` of memory for every thread. num_tables: block tables of a sequence."""
         self.name = f"tiles{next(_names)}"
         self.max_model_len = max_model_len
         self.num_tiles = 0
         """Items of attention in the current step: a query tile with as many KV heads as `table` says."""
-        self.slots = np.zeros(max_tokens, np.int64)
-        self.table = np.zeros(6, np.int64)
-        """Addresses of tiles and block tables, bytes of a row of the block tables, address of the scratch memory, and
-        the distance in items to the item that a thread will probably process next, KV heads of an item."""
-        self.table[3:5] = scratch.data_ptr(), num_threads
+        self.slots_of = np.zeros((num_tables, max_tokens), np.int64)
+        """Of each block table, where the step's tokens are written."""
+        self.slots = self.slots_of[0]
+        self.table = np.zeros((num_tables, 6), np.int64)
+        """Of each block table: addresses of tiles and block tables, bytes of a row of the block tables, address of the
+        scratch memory, the distance in items to the item that a thread will probably process next, KV heads of an
+        item."""
+        self.table[:, 3:5] = scratch.data_ptr(), num_threads
         self._shape = shape
         self._num_threads = num_threads
         # Kept alive: launches hold only addresses.
@@ -49,12 +58,15 @@ class CpuAttentionPlan:
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
         """Set the step; arguments as in `forward_batch.ForwardBatch`."""
-        self.slots[: slot_mapping.shape[0]] = slot_mapping.numpy()
+        self.slots_of[:, : slot_mapping.shape[-1]] = slot_mapping.numpy()
         tiles = _tiles(query_start_loc.numpy().astype(np.int64), seq_lens.numpy(), tile_tokens(self._shape))
         tables = block_tables.contiguous()
-        self.table[5] = heads = _heads_of_item(self._shape.num_kv_heads, len(tiles), self._num_threads)
+        assert tables.numel() == len(seq_lens) * len(self.table) * tables.shape[-1], "another number of block tables"
+        heads = _heads_of_item(self._shape.num_kv_heads, len(tiles), self._num_threads)
         self.num_tiles = len(tiles) * (self._shape.num_kv_heads // heads)
-        self.table[0], self.table[1], self.table[2] = tiles.ctypes.data, tables.data_ptr(), tables.stride(0) * 4
+        for index, table in enumerate(self.table):
+            table[0], table[1] = tiles.ctypes.data, tables.data_ptr() + index * tables.shape[-1] * 4
+            table[2], table[5] = tables.stride(0) * 4, heads
         self._kept = (tiles, tables)
 
 

@@ -95,12 +95,17 @@ class CpuKernels(CpuAdapterKernels):
         return -(-head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
 
     def new_attention_plan(
-        self, shape: AttentionShape, max_model_len: int, max_tokens: int, max_seqs: int | None = None
+        self,
+        shape: AttentionShape,
+        max_model_len: int,
+        max_tokens: int,
+        max_seqs: int | None = None,
+        num_tables: int = 1,
     ) -> CpuAttentionPlan:
         """Return a plan for steps of at most max_tokens tokens."""
         num_threads = self._team.num_threads
         scratch = torch.empty(cpu_attention.scratch_bytes(shape, max_model_len) * num_threads, dtype=torch.uint8)
-        return CpuAttentionPlan(shape, max_model_len, max_tokens, num_threads, scratch)
+        return CpuAttentionPlan(shape, max_model_len, max_tokens, num_threads, scratch, num_tables)
 
     # ------------------------------------------------------------------ operations
 
@@ -200,6 +205,7 @@ class CpuKernels(CpuAdapterKernels):
         plan: AttentionPlan,
         norms: HeadNorms | None = None,
         scales: KVScales | None = None,
+        table: int = 0,
     ) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
         assert scales is None, "there is no cache in fp8 here"
@@ -220,7 +226,7 @@ class CpuKernels(CpuAdapterKernels):
         kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rotation, kv_layer.shape[3])
         arguments = (
             *_addresses(qkv, rope.cos, rope.sin, rope.rows),
-            plan.slots.ctypes.data,
+            plan.slots_of[table].ctypes.data,
             *cache_arguments(kv_layer),
         )
         arguments += (0,) if rope.query_scales is None else _addresses(rope.query_scales)
@@ -237,6 +243,7 @@ class CpuKernels(CpuAdapterKernels):
         plan: AttentionPlan,
         scales: KVScales | None = None,
         sinks: Tensor | None = None,
+        table: int = 0,
     ) -> Tensor:
         assert isinstance(plan, CpuAttentionPlan)
         assert scales is None, "there is no cache in fp8 here"
@@ -246,7 +253,7 @@ class CpuKernels(CpuAdapterKernels):
         kernel = cpu_attention.attention(self._code, _dtype(q), shape, block_size, length, with_sinks)
         stride = q.stride(0) * q.element_size()
         sink = 0 if sinks is None else _addresses(sinks)[0]
-        where = (*cache_arguments(kv_layer), out.data_ptr(), plan.table.ctypes.data)
+        where = (*cache_arguments(kv_layer), out.data_ptr(), plan.table[table].ctypes.data)
         arguments = (q.data_ptr(), stride, *where, sink)
         self._launch(KernelLaunch(kernel, plan.name, 1, 1, arguments), plan.num_tiles)
         return out

@@ -107,7 +107,7 @@ class GpuDraftModel:
         inputs = slots.inputs(slots.buffers.most)
         self._recorded = RecordedModel(
             model, device.kernels, kv_cache, limits, inputs.token_ids, inputs.positions, inputs.logits_rows,
-            layers=kv_cache.draft_layers, name="draft ",
+            is_draft=True, name="draft ",
         )  # fmt: skip
         self._plans = [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
         for plan in self._plans:

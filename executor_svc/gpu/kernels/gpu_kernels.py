@@ -100,10 +100,15 @@ class GpuKernels:
         raise StartError(f"--device cuda: heads of {head_size} numbers, at most {HEAD_SIZES[-1]} are possible on a GPU")
 
     def new_attention_plan(
-        self, shape: AttentionShape, max_model_len: int, max_tokens: int, max_seqs: int | None = None
+        self,
+        shape: AttentionShape,
+        max_model_len: int,
+        max_tokens: int,
+        max_seqs: int | None = None,
+        num_tables: int = 1,
     ) -> GpuAttentionPlan:
-        max_seqs = max_tokens if max_seqs is None else max_seqs
-        return GpuAttentionPlan(shape, max_model_len, max_tokens, max_seqs, self._device, self._arch, self._num_sms)
+        sizes = max_model_len, max_tokens, max_tokens if max_seqs is None else max_seqs
+        return GpuAttentionPlan(shape, *sizes, self._device, self._arch, self._num_sms, num_tables)
 
     # ------------------------------------------------------------------ operations
 
@@ -166,6 +171,7 @@ class GpuKernels:
         plan: AttentionPlan,
         norms: HeadNorms | None = None,
         scales: KVScales | None = None,
+        table: int = 0,
     ) -> Tensor:
         assert isinstance(plan, GpuAttentionPlan)
         heads, used = shape.num_heads, plan.scales(kv_layer, scales)
@@ -182,7 +188,7 @@ class GpuKernels:
                 rope.sin,
                 rope.rows[:n],
                 kv_layer,
-                plan.slot_mapping[:n],
+                plan.slot_mappings[table, :n],
                 heads,
                 norms,
                 used,
@@ -200,10 +206,11 @@ class GpuKernels:
         plan: AttentionPlan,
         scales: KVScales | None = None,
         sinks: Tensor | None = None,
+        table: int = 0,
     ) -> Tensor:
         assert isinstance(plan, GpuAttentionPlan)
         out = self.new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
-        return self.run(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales, sinks))
+        return self.run(out, lambda n: plan.attend(q[:n], kv_layer, out[:n], scales, sinks, table))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         y = self.new("activated", (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)

@@ -99,6 +99,7 @@ class Eagle3Head:
         ropes: Sequence[Rope],
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
+        tables: Sequence[int] = (),
     ) -> Tensor:
         """Write the rows' keys and values, and return hidden states [T, hidden]: `hidden`, overwritten.
 
@@ -108,6 +109,7 @@ class Eagle3Head:
             ropes: from `new_ropes`, for positions p.
             kv_layers: the cache of each of its layers, [N, 2, KVH, B, DP].
             plans: one for each of `attention_shapes`.
+            tables: as in `models.base.CausalLM`.
         """
         kernels, spec, weights = self._kernels, self._spec, self._weights
         size, first = self.hidden_size, weights.layers[0]
@@ -127,9 +129,8 @@ class Eagle3Head:
             if delta is not None:
                 assert layer.before_attention is not None
                 read, residual = layer.before_attention.of_sum(delta, residual)
-            attended = layer.attention(
-                read, ropes[self._rotary_of[index]], kv_layers[index], plans[self._plan_of[index]]
-            )
+            rope, plan = ropes[self._rotary_of[index]], plans[self._plan_of[index]]
+            attended = layer.attention(read, rope, kv_layers[index], plan, tables[index] if tables else 0)
             normed, residual = layer.before_mlp.of_sum(attended, residual)
             delta = layer.mlp(normed)
         assert delta is not None

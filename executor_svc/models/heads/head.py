@@ -42,11 +42,12 @@ class DraftHead(Protocol):
         ropes: Sequence[Rope],
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
+        tables: Sequence[int] = (),
     ) -> Tensor:
         """Write keys and values of rows and return hidden states [T, hidden]: `hidden`, overwritten.
 
         token_ids: [T] those at p + 1; hidden: [T, hidden] from `combine`, or the result for the row before; ropes: for
-        positions p.
+        positions p; tables: as in `models.base.CausalLM`.
         """
         ...
 

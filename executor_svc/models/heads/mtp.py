@@ -84,6 +84,7 @@ class MtpHead:
         ropes: Sequence[Rope],
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
+        tables: Sequence[int] = (),
     ) -> Tensor:
         """As in `DraftHead`; hidden must be in memory that nothing else uses."""
         kernels, weights, size = self._kernels, self._weights, self.hidden_size
@@ -97,7 +98,7 @@ class MtpHead:
         assert layer.before_attention is not None
         assert layer.before_mlp is not None
         normed = layer.before_attention(residual)
-        attended = layer.attention(normed, ropes[0], kv_layers[0], plans[0])
+        attended = layer.attention(normed, ropes[0], kv_layers[0], plans[0], tables[0] if tables else 0)
         normed, residual = layer.before_mlp.of_sum(attended, residual)
         residual = kernels.add(layer.mlp(normed), residual)
         return self._copied(weights.norm(residual), hidden)

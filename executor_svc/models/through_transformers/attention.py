@@ -75,8 +75,10 @@ class PagedAttention:
         plans: Sequence[AttentionPlan],
         rope: Rope,
         scales: Sequence[KVScales | None],
+        tables: Sequence[int] = (),
     ) -> None:
-        """kv_layers and scales: of each layer; plans: of each shape; plan_of: the index of each layer's shape.
+        """kv_layers and scales: of each layer; plans: of each shape; plan_of: the index of each layer's shape; tables:
+        as in `models.base.CausalLM`.
 
         The rope rotates nothing: a model with rotary embedding rotates by itself. scales: for a cache in fp8.
         """
@@ -87,6 +89,7 @@ class PagedAttention:
         self._plans = plans
         self._rope = rope
         self._scales = scales
+        self._tables = tables or [0] * len(kv_layers)
         self._layer = 0
 
     def __call__(
@@ -101,12 +104,12 @@ class PagedAttention:
         """As in `Attend`. Scale, window and softcap are those that the probe has found for the layer."""
         index, self._layer = self._layer, self._layer + 1
         shape, plan = self._shapes[self._plan_of[index]], self._plans[self._plan_of[index]]
-        kv_layer, scales = self._kv_layers[index], self._scales[index]
+        kv_layer, scales, table = self._kv_layers[index], self._scales[index], self._tables[index]
         qkv = _joined(query, key, value, shape, self._rope.cos.dtype)
-        q = self._kernels.rope_write_kv(qkv, self._rope, kv_layer, shape, plan, scales=scales)
+        q = self._kernels.rope_write_kv(qkv, self._rope, kv_layer, shape, plan, scales=scales, table=table)
         sinks = options.get(SINKS)
         wide = None if sinks is None else sinks.float().contiguous()
-        attended = self._kernels.attention(q, kv_layer, shape, plan, scales, wide)
+        attended = self._kernels.attention(q, kv_layer, shape, plan, scales, wide, table)
         heads = attended.view(1, qkv.shape[0], shape.num_heads, shape.padded_head_size)
         return heads[..., : value.shape[-1]].to(value.dtype), None
 

@@ -30,6 +30,7 @@ class HostedModel:
         self.vocab_size = found.vocab_size
         shapes = [_shape_of(layer, kernels) for layer in found.layers]
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes))
+        self.windows = tuple(shape.window for shape in shapes)
         self._plan_of = [self.attention_shapes.index(shape) for shape in shapes]
         self.layer_heads = tuple(LayerHeads(shape.num_kv_heads, shape.head_size) for shape in shapes)
         self.kv_scales: Sequence[KVScales | None] = [None] * self.num_layers
@@ -53,10 +54,11 @@ class HostedModel:
         ropes: Sequence[Rope],
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
+        tables: Sequence[int] = (),
     ) -> Tensor:
         """Return hidden states [T, hidden], the input of the head; arguments as in `models.base.CausalLM`."""
         attend = PagedAttention(
-            self._kernels, self.attention_shapes, self._plan_of, kv_layers, plans, ropes[0], self.kv_scales
+            self._kernels, self.attention_shapes, self._plan_of, kv_layers, plans, ropes[0], self.kv_scales, tables
         )
         with attending(attend):
             self._output = self._base(

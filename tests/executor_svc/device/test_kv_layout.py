@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor_svc.config import ExecutorConfig
+from executor_svc.device.kv_cache import DraftLayers, model_layout
 from executor_svc.device.kv_layout import MAX_STRIPS, KVLayout, LayerKV
+from executor_svc.plan.description import ModelGeometry
+from executor_svc.plan.limits import GroupShape
 
 BF16 = torch.bfloat16
 
@@ -80,3 +86,34 @@ def test_no_byte_is_of_two_layers(layers: list[LayerKV], block_size: int) -> Non
             taken.add((layer.group, place.strip, unit))
     if len(layout.pages_per_block) == 1:
         assert layout.pages_per_block == (1,)
+
+
+def layout_of(windows: tuple[int | None, ...], num_draft_layers: int = 0, **options: Any) -> KVLayout:
+    geometry = ModelGeometry("", "", 9, 64, len(windows), 4, 2, 64, 4096, "bfloat16", 0, 0, windows=windows)
+    draft = DraftLayers((LayerKV(1, 64),) * num_draft_layers, 0)
+    return model_layout(geometry, lambda size: size, draft, ExecutorConfig(model=".", **options), BF16)
+
+
+def test_layers_with_a_window_are_groups_of_their_own() -> None:
+    several = (1024, None, 512, 1024, 4096, None)
+    layout = layout_of(several)
+    assert layout.groups == (GroupShape(0, 3), GroupShape(512, 1), GroupShape(1024, 2))
+    assert layout.tables == (4, 0, 3, 5, 1, 2)
+    assert layout.num_tables * layout.page_bytes == layout.bytes_per_block
+    assert layout_of(several, disable_hybrid_kv_cache_manager=True).groups == ()
+    for windows in ((None,), (None, None), (4096, None)):
+        assert (layout_of(windows).groups, layout_of(windows).pages_per_block) == ((), (1,))
+    assert layout_of((512, 512)).groups == (GroupShape(512, 1),)
+
+
+def test_layers_of_drafts_are_in_the_group_without_a_window() -> None:
+    layout = layout_of((512, 512), num_draft_layers=2)
+    assert layout.groups == (GroupShape(0, 1), GroupShape(512, 2))
+    assert layout.tables == (1, 2, 0, 0)
+
+
+def test_useful_blocks() -> None:
+    """Of one group what whole sequences take; with windows a fraction of the same memory."""
+    assert layout_of((None,) * 6).useful_blocks(10, 4096, 512) == 10 * 256
+    assert layout_of((512,) * 5 + (None,)).useful_blocks(10, 4096, 512) == -(-10 * (256 + 5 * 100) // 6)
+    assert layout_of((512,) * 5 + (None,)).useful_blocks(10, 128, 512) == 10 * 8

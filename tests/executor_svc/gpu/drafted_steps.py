@@ -15,7 +15,7 @@ from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
-from tests.helpers.executor.plans import ints, plan, scheduled, sequence
+from tests.helpers.executor.plans import ints, scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
 
 VOCAB = 131
@@ -99,7 +99,7 @@ def outputs(stepper: Stepper, max_drafts: int) -> Outputs:
         if step_id % 4 == 2 and waiting:
             rest = len(waiting[0].token_ids) - 4
             fields["scheduled"] = scheduled((waiting.popleft().slot, rest, True))
-        begun.append(stepper.executor.launch(plan(step_id=step_id, **fields), 0))
+        begun.append(stepper.launch(step_id=step_id, **fields))
         if len(begun) == 2:
             found.add(begun.popleft().result())
         slots = stepper.executor.slots  # type: ignore[attr-defined]

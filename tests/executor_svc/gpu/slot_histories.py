@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cadenza_common.plan.plan import AdmittedSequence, PrefixSource, StepPlan
+from cadenza_common.plan.plan import AdmittedSequence, GroupAppends, GroupTable, PrefixSource, StepPlan
 from cadenza_common.plan.result import SlotError
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
@@ -23,7 +23,7 @@ from executor_svc.gpu.kernels.slots.commit import IDLE
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.slot_changes import Applied
 from executor_svc.plan.arrays import IntArray
-from executor_svc.plan.limits import Limits
+from executor_svc.plan.limits import GroupShape, Limits
 from tests.helpers.executor.plans import columns, flat, ints, plan, scheduled, sequence
 
 LIMITS = Limits(
@@ -61,13 +61,21 @@ class ExpectedTokens:
 class History:
     """Plans, one after the other; `truth` knows all results, `host` what the planner knows."""
 
-    def __init__(self, device: torch.device, seed: int, behind: bool, staging_words: int = 1 << 12) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        seed: int,
+        behind: bool,
+        staging_words: int = 1 << 12,
+        kv_groups: tuple[GroupShape, ...] = (),
+    ) -> None:
+        self.limits = replace(LIMITS, kv_groups=kv_groups)
         self.rng = np.random.default_rng(seed)
         self.device = device
         self.behind = behind
-        self.truth = Slots(LIMITS)
+        self.truth = Slots(self.limits)
         self.host = self.truth
-        self.slots = DeviceSlots(LIMITS, device, MOST, staging_words)
+        self.slots = DeviceSlots(self.limits, device, MOST, staging_words)
         self.expected: list[ExpectedTokens] = []
         self.num_idle = 0
         self._spoil()
@@ -107,21 +115,32 @@ class History:
         resumed = [s for s in live if (draft.held[s] or s in held) and self.chance(0.5)]
         done = draft.num_tokens == draft.num_computed_tokens
         given = [(s, self.below(LIMITS.vocab_size)) for s in live if done[s] and self.chance(0.7)]
-        appends = [(s, self._block()) for s in live for _ in range(self._blocks_short(draft, s))]
+        appends, others = self._appends(draft, live, 0), []
+        for group in range(1, len(self.limits.groups)):
+            pairs = self._appends(draft, live, group)
+            if pairs:
+                others.append(GroupAppends(group, *map(list, zip(*pairs, strict=True))))
         step = replace(
             step,
             held_slots=ints(*held),
             resumed_slots=ints(*resumed),
             **flat(
                 given=columns(*given),
-                appends=columns(*(appends[i] for i in self._mixed([slot for slot, _ in appends]))),
+                appends=columns(*appends),
             ),
+            group_appends=others,
         )
         draft = copy.deepcopy(self.host)
         draft.apply(step)
         rows = self._explicit(draft, live)
         step = replace(step, **flat(scheduled=scheduled(*rows)))
         return self._with_forks(step, draft.schedule(step), draft)
+
+    def _appends(self, slots: Slots, live: list[int], group: int) -> list[tuple[int, int]]:
+        """Pages of new blocks, those of a block together, of slots mixed."""
+        owners = [s for s in live for _ in range(self._blocks_short(slots, s, group))]
+        size = self.limits.groups[group].pages_per_block
+        return [(owners[i], self._block()) for i in self._mixed(owners) for _ in range(size)]
 
     def _mixed(self, slots: list[int]) -> list[int]:
         """Indices in an order that mixes the slots and keeps that of each."""
@@ -133,11 +152,11 @@ class History:
     def _block(self) -> int:
         return self.below(LIMITS.num_device_blocks)
 
-    def _blocks_short(self, slots: Slots, slot: int) -> int:
+    def _blocks_short(self, slots: Slots, slot: int, group: int) -> int:
         """Blocks that the slot needs for its known tokens and a few more, and now and then another."""
         needed = -(-min(int(slots.num_tokens[slot]) + 2, LIMITS.max_model_len) // LIMITS.block_size)
-        room = LIMITS.max_blocks_per_seq - int(slots.num_blocks[slot])
-        return min(room, max(0, needed - int(slots.num_blocks[slot])) + self.below(2))
+        num_blocks = int(slots.places.num_blocks[group, slot])
+        return min(LIMITS.max_blocks_per_seq - num_blocks, max(0, needed - num_blocks) + self.below(2))
 
     def _sequence(self, slot: int, tokens: IntArray | None = None) -> AdmittedSequence:
         is_fork = tokens is not None
@@ -145,15 +164,16 @@ class History:
             tokens = self.rng.integers(0, LIMITS.vocab_size, 1 + self.below(40))
         num_tokens = len(tokens)
         computed = num_tokens - 1 if is_fork or self.chance(0.3) else self.below(num_tokens)
-        num_blocks = -(-computed // LIMITS.block_size) + self.below(2)
+        num_blocks = min(LIMITS.max_blocks_per_seq, -(-computed // LIMITS.block_size) + self.below(2))
         some = self.rng.permutation(LIMITS.vocab_size)[: self.below(2) * self.below(20)]
         sampling = SequenceSampling(
             stop_token_ids=some,
             min_tokens=self.below(2) * self.below(5),
             num_candidates=4 if self.chance(0.15) else 0,
         )
-        blocks = [self._block() for _ in range(num_blocks)]
-        return sequence(
+        groups = self.limits.groups
+        blocks = [self._block() for _ in range(num_blocks * groups[0].pages_per_block)]
+        made = sequence(
             slot,
             tokens.tolist(),
             blocks,
@@ -162,6 +182,12 @@ class History:
             sampling=sampling,
             held=not is_fork and self.chance(0.1),
         )
+        tables = []
+        for index, group in enumerate(groups[1:], 1):
+            first = max(0, computed - group.window) // LIMITS.block_size
+            pages = [self._block() for _ in range((num_blocks - first) * group.pages_per_block)]
+            tables.append(GroupTable(index, first, pages))
+        return replace(made, group_tables=tables)
 
     def _explicit(self, slots: Slots, live: list[int]) -> list[tuple[int, int, bool]]:
         rows = []
@@ -192,8 +218,11 @@ class History:
         """The same tokens: some of the prompt, and perhaps blocks, from the source's slot."""
         num_tokens = self.below(1 + int(slots.num_prompt_tokens[source]))
         # Blocks that the plan appends come after its admissions.
-        num_known = int(slots.num_blocks[source]) - list(step.append_slots).count(source)
-        num_blocks = self.below(1 + min(num_known, LIMITS.max_blocks_per_seq - len(fork.block_ids)))
+        size = self.limits.groups[0].pages_per_block
+        num_known = int(slots.num_blocks[source]) - list(step.append_slots).count(source) // size
+        if self.limits.groups[0].window:
+            num_known = 0
+        num_blocks = size * self.below(1 + min(num_known, LIMITS.max_blocks_per_seq - len(fork.block_ids) // size))
         return replace(fork, token_ids=fork.token_ids[num_tokens:], source=PrefixSource(source, num_tokens, num_blocks))
 
     # ------------------------------------------------------------ a step
@@ -300,9 +329,9 @@ class History:
         computed = np.repeat(live, planned.num_tokens)
         computed = np.concatenate((computed, np.zeros(spare, np.bool_)))
         for name, empty in (("token_ids", 0), ("positions", 0), ("slot_mapping", -1), ("rope_lens", 1)):
-            assert (got[name][~computed] == empty).all(), name
-            wanted = [] if batch is None else getattr(batch, name).tolist()
-            assert got[name][computed].tolist() == wanted, name
+            assert (got[name][..., ~computed] == empty).all(), name
+            wanted = got[name][..., :0] if batch is None else getattr(batch, name)
+            assert got[name][..., computed].tolist() == wanted.tolist(), name
         if batch is not None:
             self._check_sequences(got, batch, np.flatnonzero(live), actual)
 
@@ -313,22 +342,22 @@ class History:
         tables = batch.block_tables.numpy()
         for i, index in enumerate(live):
             num_blocks = -(-int(batch.seq_lens[i]) // LIMITS.block_size)
-            assert got["block_tables"][index, :num_blocks].tolist() == tables[i, :num_blocks].tolist()
+            assert got["block_tables"][index, ..., :num_blocks].tolist() == tables[i, ..., :num_blocks].tolist()
         blocks = got["block_tables"]
         assert ((blocks >= 0) & (blocks < LIMITS.num_device_blocks)).all(), "entries without meaning are valid blocks"
-        wanted = batch.slot_mapping[batch.logits_rows].numpy()
+        wanted = batch.slot_mapping[..., batch.logits_rows].numpy()
         if actual.sources is not None:
-            wanted = wanted[actual.sources]
+            wanted = wanted[..., actual.sources]
         read = got["logits_rows"][got["sources"][got["rows"] >= 0]]
-        assert got["slot_mapping"][read].tolist() == wanted.tolist()
+        assert got["slot_mapping"][..., read].tolist() == wanted.tolist()
 
     def _check_state(self) -> None:
         truth, state = self.truth, self.slots.state
         slots = np.flatnonzero(truth.admitted)
         for name in ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "stopped"):
             assert getattr(state, name).cpu().numpy()[slots].tolist() == getattr(truth, name)[slots].tolist(), name
-        token_ids, tables = state.token_ids.cpu().numpy(), state.block_tables.cpu().numpy()
+        token_ids, tables = state.token_ids.cpu().numpy(), state.tables.cpu().numpy()
         for slot in slots:
-            num_tokens, num_blocks = truth.num_tokens[slot], truth.num_blocks[slot]
+            num_tokens, num_blocks = truth.num_tokens[slot], truth.places.num_blocks[:, slot].min()
             assert token_ids[slot, :num_tokens].tolist() == truth.token_ids[slot, :num_tokens].tolist()
-            assert tables[slot, :num_blocks].tolist() == truth.block_tables[slot, :num_blocks].tolist()
+            assert tables[slot, :, :num_blocks].tolist() == truth.tables[slot, :, :num_blocks].tolist()

@@ -20,6 +20,7 @@ from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepSizes
 from executor_svc.gpu.staging import Download, StagedChanges, Upload
+from executor_svc.plan.limits import GroupShape
 from tests.executor_svc.gpu.slot_histories import LIMITS, MOST, History
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 
@@ -50,6 +51,14 @@ def test_random_histories(device: torch.device, seed: int, behind: bool) -> None
     history = History(device, seed, behind, LEAST_STAGING)
     history.run(25)
     assert (history.num_idle > 0) == behind, "some slot is planned that has stopped, if the host can not know"
+
+
+@pytest.mark.parametrize(
+    "groups", [(GroupShape(0, 2), GroupShape(9, 3)), (GroupShape(9),), (GroupShape(), GroupShape(5))]
+)
+def test_random_histories_of_kv_groups(device: torch.device, groups: tuple[GroupShape, ...]) -> None:
+    History(device, 3, False, LEAST_STAGING, groups).run(25)
+    History(device, 4, True, LEAST_STAGING, groups).run(15)
 
 
 # ---------------------------------------------------------------- by name: what histories meet by chance

@@ -29,6 +29,8 @@ from executor_svc.startup.speculation import Draft, make_draft_source, source_of
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.kv_groups import KVGroup
+from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
@@ -189,6 +191,8 @@ class Rig:
         self._start = start
         self.executor = start()
         self._plans: deque[StepPlan] = deque()
+        self._unused: deque[set[int]] = deque()
+        """With several KV groups: the pages that nobody holds before and after each of these plans is made."""
         self._chats: dict[str, Chat] = {}
         self._doomed: deque[RequestKey] = deque()
         self._rng = random.Random(3)
@@ -206,7 +210,7 @@ class Rig:
             self._step()
         self._step()
         blocks = self.core.lanes[0].blocks
-        assert blocks.num_free == self.setting.num_blocks
+        assert blocks.num_free == self.pools.num_device_blocks
         assert blocks.num_used_host == 0
         assert not self.executor.slots.admitted.any()
         self.happened["hits"] += blocks.prefix_counts.num_hits
@@ -264,12 +268,16 @@ class Rig:
             self._apply()
 
     def _plan(self) -> bool:
+        pool = self.core.lanes[0].blocks.pool
+        unused = {*pool.unused_pages} if isinstance(pool, PagedPool) else set()
         plan = self.core.plan_step(0, self._now)
         self._take(self.core.take_outputs())
         self.core.check_integrity()
         if plan is None:
             return False
         self._plans.append(plan)
+        if isinstance(pool, PagedPool):
+            self._unused.append((unused & {*pool.unused_pages}) - _named_pages(plan))
         step = self.core.lanes[0].inflight[-1]
         swapped = set(step.swapped_out)
         self.happened.update(f"{'swap' if one in swapped else 'recompute'} {_kind(one)}" for one in step.preempted)
@@ -278,6 +286,9 @@ class Rig:
 
     def _apply(self) -> None:
         plan = self._plans.popleft()
+        if self._unused:
+            # What was given back before this plan was made: the plans before it were the last that read it.
+            self.pools.pool[list(self._unused.popleft())] = 0xFF
         made = self.executor.execute(plan_from_wire(plan_to_wire(plan, _EPOCH)), received_ns=0)
         result = result_from_wire(result_to_wire(made, _EPOCH, incarnation=1))
         assert not result.error_slots
@@ -286,6 +297,7 @@ class Rig:
         self._num_applied += 1
         if self.setting.loses_every and self._num_applied % self.setting.loses_every == 0:
             self._plans.clear()
+            self._unused.clear()
             self._lose_memory()
             self._take(self.core.executor_lost(0, self._now))
             if self.adapters is not None:
@@ -306,6 +318,7 @@ class Rig:
         for layer, former in zip(pools, before, strict=True):
             layer[(layer != former) & ~(layer.isnan() & former.isnan())] = float("nan")
         self._plans.clear()
+        self._unused.clear()
         self.executor.clear()
         self._take(self.core.executor_lost(0, self._now, SessionEnd()))
         self.core.check_integrity()
@@ -354,7 +367,19 @@ def _spec(limits: Limits) -> ExecutorSpec:
         max_drafts=limits.max_drafts,
         max_loras=limits.max_loras,
         max_cpu_loras=limits.max_cpu_loras,
+        kv_groups=tuple(
+            KVGroup(index, group.window or None, group.pages_per_block) for index, group in enumerate(limits.kv_groups)
+        ),
     )
+
+
+def _named_pages(plan: StepPlan) -> set[int]:
+    """Pages that a plan names: a sequence may get and give them up in one."""
+    columns = [plan.append_block_ids, *(appends.page_ids for appends in plan.group_appends)]
+    columns += [ids for moves in (plan.swap_out, plan.copies) for ids in (moves.sources, moves.destinations)]
+    columns += [plan.swap_in.destinations, *(sequence.block_ids for sequence in plan.admitted)]
+    columns += [table.page_ids for sequence in plan.admitted for table in sequence.group_tables]
+    return {page for column in columns for page in column}
 
 
 def _bits(integers: Iterable[int], numbers: Iterable[float]) -> bytes:

@@ -16,7 +16,9 @@ from executor_svc.startup.adapters import with_adapters
 from executor_svc.startup.executors import make_executor
 from executor_svc.startup.grammars import Grammars
 from executor_svc.worker.model_adapters import ModelAdapterLoader
+from executor_svc.worker.worker import Launched
 from tests.executor_svc.driver import Model, spoil
+from tests.helpers.executor.group_plans import in_groups, spoil_given_back
 from tests.helpers.executor.plans import plan
 
 BLOCK_SIZE = 8
@@ -35,12 +37,17 @@ class Stepper:
         draft: LoadedDraft[Decoder] | None = None,
         adapters: ModelAdapterLoader | None = None,
         grammars: Grammars | None = None,
+        kv_groups: bool = False,
         **limits_of_test: int,
     ) -> None:
         """drafts: makes the source of drafts. draft: makes them on a GPU. adapters and grammars: of the model.
-        limits_of_test: fields of Limits in place of the usual ones.
+        kv_groups: layers with windows are in groups of their own; plans are written as for one group. limits_of_test:
+        fields of Limits in place of the usual ones.
         """
-        options = {**model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT}
+        options = {
+            **model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT,
+            "disable_hybrid_kv_cache_manager": not kv_groups,
+        }  # fmt: skip
         config = ExecutorConfig(**options)
         self.pools = pools = model.device.new_kv_cache(
             model.loaded.geometry, config, 0, None if draft is None else draft.layers
@@ -59,6 +66,7 @@ class Stepper:
             num_host_blocks=pools.num_host_blocks,
             max_inflight_plans=1,
             max_drafts=max_drafts,
+            kv_groups=pools.kv_groups,
         )
         limits = with_adapters(replace(limits, **limits_of_test), adapters)
         limits = limits if grammars is None else grammars.within(limits)
@@ -74,8 +82,15 @@ class Stepper:
     def blocks(slot: int) -> list[int]:
         return list(range(slot * BLOCKS_PER_SLOT, (slot + 1) * BLOCKS_PER_SLOT))
 
+    def launch(self, **fields: Any) -> Launched:
+        """Begin a step; fields: as of `plan`. What lies before windows is NaN once it is enqueued."""
+        launched = self.executor.launch(in_groups(plan(**fields), self.executor.limits), 0)
+        if self.executor.limits.kv_groups:
+            spoil_given_back(self.executor.slots, self.pools)  # type: ignore[attr-defined]
+        return launched
+
     def step(self, **fields: Any) -> StepResult:
         self._step_id += 1
-        result = self.executor.launch(plan(step_id=self._step_id, **fields), 0).result()
+        result = self.launch(step_id=self._step_id, **fields).result()
         assert result.status == StepStatus.OK
         return result

@@ -66,7 +66,7 @@ def teacher_forced(reference: Any, tokens: list[int]) -> Tensor:
 
 def our_greedy(model: Model, prompts: list[list[int]], new_tokens: int) -> list[Continuation]:
     """Continue all prompts at once: in chunks, with late comers, decodes beside prefills."""
-    driver = model.driver(block_size=8)
+    driver = model.driver(gives_back=True, block_size=8)
     sequences = [Tokens(list(prompt), num_prompt=len(prompt)) for prompt in prompts]
     wanted = [len(prompt) + new_tokens for prompt in prompts]
     rows: list[list[Tensor]] = [[] for _ in prompts]

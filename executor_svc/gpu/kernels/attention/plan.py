@@ -12,7 +12,7 @@ from executor_svc.gpu.kernels.attention.attention import attention
 from executor_svc.gpu.kernels.attention.call import AttentionCall
 from executor_svc.gpu.kernels.attention.segments import SegmentScratch, default_segments
 from executor_svc.gpu.kernels.attention.split import split_attention, split_tokens
-from executor_svc.gpu.kernels.slots.slots import StepBuffers
+from executor_svc.gpu.kernels.slots.slots import StepBuffers, padded
 
 _SMALLEST_BLOCK = 8
 _names = itertools.count()
@@ -30,11 +30,13 @@ class GpuAttentionPlan:
         device: torch.device,
         arch: int,
         num_sms: int,
+        num_tables: int = 1,
     ) -> None:
-        """Allocate memory for steps of up to max_tokens tokens and max_seqs sequences."""
+        """Allocate memory for steps of up to max_tokens tokens and max_seqs sequences, with so many block tables."""
         self.name = f"tokens{next(_names)}"
         self.num_tiles = 0
-        self.slot_mapping = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self.slot_mappings = torch.full((num_tables, padded(max_tokens)), -1, dtype=torch.int64, device=device)
+        """[num_tables, at least max_tokens]: where the step's tokens are written, by block table."""
         self._shape = shape
         self._arch = arch
         self._num_sms = num_sms
@@ -42,7 +44,7 @@ class GpuAttentionPlan:
         width = -(-max_model_len // _SMALLEST_BLOCK)
         self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(max_seqs, width, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(max_seqs, num_tables, padded(width), dtype=torch.int32, device=device)
         self._scratch = SegmentScratch.of(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms, device)
         ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)
         self._unscaled = KVScales(ones, ones)
@@ -50,23 +52,24 @@ class GpuAttentionPlan:
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
         """Set the step, from tensors on the host; arguments as in `forward_batch.ForwardBatch`."""
-        num_tokens, self._num_seqs = slot_mapping.shape[0], seq_lens.shape[0]
+        num_tokens, self._num_seqs = slot_mapping.shape[-1], seq_lens.shape[0]
+        tables = block_tables.view(self._num_seqs, -1, block_tables.shape[-1])
         self._max_query_len = int(query_start_loc.diff().max())
         self._max_seq_len = int(seq_lens.max())
         self.num_tiles = num_tokens
         for into, given in (
-            (self.slot_mapping, slot_mapping),
+            (self.slot_mappings[:, :num_tokens], slot_mapping.view(-1, num_tokens)),
             (self._starts, query_start_loc),
             (self._lens, seq_lens),
-            (self._tables[:, : block_tables.shape[1]], block_tables),
+            (self._tables[..., : tables.shape[2]], tables),
         ):
             into[: given.shape[0]].copy_(given, non_blocking=True)
 
     def read_from(self, buffers: StepBuffers) -> None:
         """Read steps from tensors built on the device, in place of `fill`; must precede any recording."""
         inputs = buffers.inputs(buffers.most)
-        self.slot_mapping = inputs.slot_mapping
-        self._starts, self._lens, self._tables = inputs.query_start_loc, inputs.seq_lens, inputs.block_tables
+        self.slot_mappings, self._tables = buffers.slot_mappings, buffers.tables
+        self._starts, self._lens = inputs.query_start_loc, inputs.seq_lens
 
     def set_sizes(self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> None:
         """Set the sizes of the step for launches; for a capture, those of the longest step of the graph."""
@@ -79,16 +82,22 @@ class GpuAttentionPlan:
         return self._unscaled if unscaled else given
 
     def attend(
-        self, q: Tensor, kv_layer: Tensor, out: Tensor, given: KVScales | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        out: Tensor,
+        given: KVScales | None = None,
+        sinks: Tensor | None = None,
+        table: int = 0,
     ) -> None:
-        """Enqueue attention of q [T, H, D] over the sequences of the step; out: [T, H * D]."""
+        """Enqueue attention of q [T, H, D] over the sequences of the step, by one of their tables; out: [T, H * D]."""
         shape, seqs, scales = self._shape, self._num_seqs, self.scales(kv_layer, given)
         call = AttentionCall(
             q,
             kv_layer,
             self._starts[: seqs + 1],
             self._lens[:seqs],
-            self._tables[:seqs],
+            self._tables[:seqs, table],
             out,
             shape.scale,
             self._max_query_len,

@@ -28,14 +28,13 @@ from executor_svc.gpu.kernels.slots.slots import (
     ROPE_LENS,
     ROWS,
     SEQ_LENS,
-    SLOT_MAPPING,
     SOURCES,
     TOKEN_IDS,
     SlotState,
     StepBuffers,
     StepSizes,
 )
-from executor_svc.gpu.kernels.slots.step_inputs import is_live
+from executor_svc.gpu.kernels.slots.step_inputs import is_live, write_places
 from executor_svc.gpu.kernels.variant import Variant
 
 FIRST_TOKENS = 2
@@ -48,32 +47,35 @@ _STATE = {"token_ids": "*i32", "block_tables": "*i32", "numbers": "*i32"}
 _BUFFERS = {"by_token": "*i64", "by_seq": "*i32", "by_row": "*i32", "logits_rows": "*i64"}
 _STRIDES = ("token_stride", "table_stride", "number_stride", "by_token_stride", "by_seq_stride", "by_row_stride")
 _FIRST_POINTERS = {"staging": "*i32", **_STATE, **_BUFFERS, "tables": "*i32"}
-_FIRST_INTEGERS = (*_STRIDES, "tables_stride", "starts_place", "limit_place", "block_size")
+_FIRST_INTEGERS = (
+    *_STRIDES, "tables_stride", "table_words", "num_tables", "starts_place", "limit_place", "block_size",
+)  # fmt: skip
 _NEXT_POINTERS = {**_STATE, **_BUFFERS, "tokens": "*i64", "errors": "*i32"}
-_NEXT_INTEGERS = (*_STRIDES, "num_seqs", "index", "block_size")
+_NEXT_INTEGERS = (*_STRIDES, "table_words", "num_tables", "num_seqs", "index", "block_size")
 
 
 @triton.jit
 def _write_tokens(
-    at, slot, position, token, there, within, block_tables, table_stride, numbers, number_stride, by_token,
-    by_token_stride, block_size,
+    at, slot, position, token, there, within, block_tables, table_stride, table_words, num_tables, numbers,
+    number_stride, by_token, by_token_stride, block_size,
 ):  # fmt: skip
     """Write tokens of slots at these positions to places of the step; padding where nothing is there."""
     prompt = tl.load(numbers + NUM_PROMPT_TOKENS * number_stride + slot, there, other=0)
     position = tl.where(there, position, 0)
-    block = tl.load(block_tables + slot * (table_stride * 16) + position // block_size, there, other=0).to(tl.int64)
-    written = tl.where(there, block * block_size + position % block_size, -1)
+    write_places(
+        at, slot, position, there, within, block_tables, table_stride, table_words, num_tables, by_token,
+        by_token_stride, block_size,
+    )  # fmt: skip
     tl.store(by_token + TOKEN_IDS * by_token_stride + at, tl.where(there, token, 0).to(tl.int64), within)
     tl.store(by_token + POSITIONS * by_token_stride + at, position.to(tl.int64), within)
-    tl.store(by_token + SLOT_MAPPING * by_token_stride + at, written, within)
     tl.store(by_token + ROPE_LENS * by_token_stride + at, tl.maximum(prompt, position + 1).to(tl.int64), within)
 
 
 @triton.jit(do_not_specialize=_FIRST_INTEGERS)
 def _first_pass(
     staging, token_ids, block_tables, numbers, by_token, by_seq, by_row, logits_rows, tables, token_stride,
-    table_stride, number_stride, by_token_stride, by_seq_stride, by_row_stride, tables_stride, starts_place,
-    limit_place, block_size, TABLE: tl.constexpr,
+    table_stride, number_stride, by_token_stride, by_seq_stride, by_row_stride, tables_stride, table_words, num_tables,
+    starts_place, limit_place, block_size, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Strides of block tables are in units of 16 words, so that Triton infers aligned rows."""
     sequence = tl.program_id(0)
@@ -100,7 +102,7 @@ def _first_pass(
     token = tl.load(token_ids + slot * token_stride + position, every, other=0)
     _write_tokens(
         sequence * _FIRST_TOKENS + ahead, slot + tl.zeros_like(ahead), position, token, every, ahead >= 0, block_tables,
-        table_stride, numbers, number_stride, by_token, by_token_stride, block_size,
+        table_stride, table_words, num_tables, numbers, number_stride, by_token, by_token_stride, block_size,
     )  # fmt: skip
     start = by_seq + QUERY_START_LOC * by_seq_stride + sequence
     tl.store(start, 0, sequence == 0)
@@ -114,16 +116,18 @@ def _first_pass(
     num_blocks = tl.where(there, tl.cdiv(tl.cdiv(known + count, block_size), 4) * 4, 0)
     source = block_tables + slot * (table_stride * 16)
     target = tables + sequence.to(tl.int64) * (tables_stride * 16)
-    for first in range(0, num_blocks, TABLE):
-        at = first + tl.arange(0, TABLE)
-        tl.store(target + at, tl.load(source + at, at < num_blocks), at < num_blocks)
+    for table in range(num_tables):
+        for first in range(0, num_blocks, TABLE):
+            at = first + tl.arange(0, TABLE)
+            place = table * (table_words * 16) + at
+            tl.store(target + place, tl.load(source + place, at < num_blocks), at < num_blocks)
 
 
 @triton.jit(do_not_specialize=_NEXT_INTEGERS)
 def _next_pass(
     token_ids, block_tables, numbers, by_token, by_seq, by_row, logits_rows, tokens, errors, token_stride,
-    table_stride, number_stride, by_token_stride, by_seq_stride, by_row_stride, num_seqs, index, block_size,
-    LISTED: tl.constexpr,
+    table_stride, number_stride, by_token_stride, by_seq_stride, by_row_stride, table_words, num_tables, num_seqs,
+    index, block_size, LISTED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * LISTED + tl.arange(0, LISTED)
     within = at < num_seqs
@@ -139,8 +143,8 @@ def _next_pass(
     there = made & (tl.load(numbers + NUM_DRAFTS * number_stride + slot, made, other=0) > index)
     tl.store(numbers + NUM_GUESSED * number_stride + slot, position + 1, there)
     _write_tokens(
-        at, slot, position, token, there, within, block_tables, table_stride, numbers, number_stride, by_token,
-        by_token_stride, block_size,
+        at, slot, position, token, there, within, block_tables, table_stride, table_words, num_tables, numbers,
+        number_stride, by_token, by_token_stride, block_size,
     )  # fmt: skip
     tl.store(by_seq + QUERY_START_LOC * by_seq_stride + at, at, at <= num_seqs)
     tl.store(by_seq + SEQ_LENS * by_seq_stride + at, tl.where(there, position + 1, 0), within)
@@ -177,9 +181,9 @@ def first_pass(
         raise ValueError(f"num_seqs {num_seqs} is not 0 to {sizes.num_seqs}, the number of the step's sequences")
     if num_seqs:
         _first_pass[(num_seqs,)](
-            staging, state.token_ids, state.block_tables, state.numbers, buffers.by_token, buffers.by_seq,
-            buffers.by_row, buffers.logits_rows, buffers.block_tables, *_strides(state, buffers),
-            buffers.block_tables.stride(0) // 16, sizes.num_seqs, sizes.num_words - 1 if sizes.num_drafts else -1,
+            staging, state.token_ids, state.tables, state.numbers, buffers.by_token, buffers.by_seq, buffers.by_row,
+            buffers.logits_rows, buffers.tables, *_strides(state, buffers), buffers.tables.stride(0) // 16,
+            *_tables(state), sizes.num_seqs, sizes.num_words - 1 if sizes.num_drafts else -1,
             block_size, TABLE=_TABLE, num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -209,9 +213,9 @@ def next_pass(
         raise ValueError(f"index must be at least 1, is {index}")
     if num_seqs:
         _next_pass[(-(-(num_seqs + 1) // _LISTED),)](
-            state.token_ids, state.block_tables, state.numbers, buffers.by_token, buffers.by_seq, buffers.by_row,
-            buffers.logits_rows, tokens, errors, *_strides(state, buffers), num_seqs, index, block_size,
-            LISTED=_LISTED, num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
+            state.token_ids, state.tables, state.numbers, buffers.by_token, buffers.by_seq, buffers.by_row,
+            buffers.logits_rows, tokens, errors, *_strides(state, buffers), *_tables(state), num_seqs, index,
+            block_size, LISTED=_LISTED, num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -223,9 +227,14 @@ def _check_buffers(buffers: StepBuffers, num_seqs: int, tokens_each: int) -> Non
 def _strides(state: SlotState, buffers: StepBuffers) -> tuple[int, ...]:
     """Return the values of _STRIDES."""
     return (
-        state.token_ids.stride(0), state.block_tables.stride(0) // 16, state.numbers.stride(0),
+        state.token_ids.stride(0), state.tables.stride(0) // 16, state.numbers.stride(0),
         buffers.by_token.stride(0), buffers.by_seq.stride(0), buffers.by_row.stride(0),
     )  # fmt: skip
+
+
+def _tables(state: SlotState) -> tuple[int, int]:
+    """Return the values of table_words and num_tables."""
+    return state.tables.stride(1) // 16, state.tables.shape[1]
 
 
 def variants() -> list[Variant]:

@@ -34,8 +34,8 @@ NUM_NUMBERS = 12
 # Rows of the matrices of a step: by token, by sequence, by sampling row.
 TOKEN_IDS = tl.constexpr(0)
 POSITIONS = tl.constexpr(1)
-SLOT_MAPPING = tl.constexpr(2)
-ROPE_LENS = tl.constexpr(3)
+ROPE_LENS = tl.constexpr(2)
+SLOT_MAPPING = tl.constexpr(3)  # of the first block table; those of others follow
 QUERY_START_LOC = tl.constexpr(0)
 SEQ_LENS = tl.constexpr(1)
 SEQ_SLOTS = tl.constexpr(2)
@@ -56,8 +56,8 @@ class SlotState:
     """[NUM_NUMBERS, n padded] int32: the [n] tensors below, in the order of the constants above."""
     token_ids: Tensor
     """[n, max_model_len + 1] int32, contiguous."""
-    block_tables: Tensor
-    """[n, max_blocks_per_seq] int32, rows padded."""
+    tables: Tensor
+    """[n, num_tables, max_blocks_per_seq] int32, rows padded."""
     stop_bits: Tensor
     """[n, ceil(vocab / 32)] int32: bit i % 32 of word i / 32 says that token i is a stop id."""
     extra: Tensor
@@ -72,13 +72,14 @@ class SlotState:
         max_blocks_per_seq: int,
         device: torch.device,
         extra_words: int = 0,
+        num_tables: int = 1,
     ) -> SlotState:
         """Return slots without tokens. Raises ValueError if the state would exceed MAX_WORDS words."""
         table, bits = padded(max_blocks_per_seq), -(-vocab // 32)
         shapes = (
             (NUM_NUMBERS, padded(num_slots)),
             (num_slots, max_model_len + 1),
-            (num_slots, table),
+            (num_slots, num_tables, table),
             (num_slots, bits),
             (extra_words,),
         )
@@ -92,11 +93,16 @@ class SlotState:
         numbers, token_ids, tables, stop_bits, extra = (
             region[: math.prod(shape)].view(shape) for region, shape in regions
         )
-        return cls(words, numbers, token_ids, tables[:, :max_blocks_per_seq], stop_bits, extra)
+        return cls(words, numbers, token_ids, tables[..., :max_blocks_per_seq], stop_bits, extra)
 
     @property
     def num_slots(self) -> int:
         return self.token_ids.shape[0]
+
+    @property
+    def block_tables(self) -> Tensor:
+        """[n, max_blocks_per_seq] int32: the first table of each slot."""
+        return self.tables[:, 0]
 
     @property
     def num_tokens(self) -> Tensor:
@@ -210,15 +216,15 @@ class StepBuffers:
 
     most: StepSizes
     by_token: Tensor
-    """[4, T] int64."""
+    """[3 + num_tables, T] int64."""
     by_seq: Tensor
     """[3, S + 1] int32."""
     by_row: Tensor
     """[5, R] int32."""
     logits_rows: Tensor
     """[L] int64."""
-    block_tables: Tensor
-    """[S, max_blocks_per_seq] int32."""
+    tables: Tensor
+    """[S, num_tables, max_blocks_per_seq] int32."""
     results: Tensor
     """[num_results] int32: results of R rows for the host: token ids, then errors, then positions; with drafts so for
     each of 1 + k rounds, then the number of drafts of each row."""
@@ -228,7 +234,7 @@ class StepBuffers:
     """[num_words] int32: the words of a step with drafts, as `draft_layout` writes them."""
 
     @classmethod
-    def empty(cls, most: StepSizes, max_blocks_per_seq: int, device: torch.device) -> StepBuffers:
+    def empty(cls, most: StepSizes, max_blocks_per_seq: int, device: torch.device, num_tables: int = 1) -> StepBuffers:
         """Return buffers for steps of at most these sizes."""
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -236,31 +242,41 @@ class StepBuffers:
 
         return cls(
             most,
-            zeros(torch.int64, 4, most.num_tokens),
+            zeros(torch.int64, SLOT_MAPPING.value + num_tables, most.num_tokens),
             zeros(torch.int32, 3, most.num_seqs + 1),
             zeros(torch.int32, 5, most.num_rows),
             zeros(torch.int64, most.num_logits),
             # Zeros, later the contents of earlier steps: entries after the end of a sequence are valid, but without
             # meaning.
-            zeros(torch.int32, most.num_seqs, max_blocks_per_seq)[:, :max_blocks_per_seq],
+            zeros(torch.int32, most.num_seqs, num_tables, max_blocks_per_seq)[..., :max_blocks_per_seq],
             zeros(torch.int32, most.num_results),
             zeros(torch.int64, most.num_rows),
             zeros(torch.int32, most.num_words),
         )
 
+    @property
+    def slot_mappings(self) -> Tensor:
+        """[num_tables, T] int64: the last rows of by_token."""
+        return self.by_token[SLOT_MAPPING.value :]
+
+    @property
+    def block_tables(self) -> Tensor:
+        """[S, max_blocks_per_seq] int32: the first table of each sequence."""
+        return self.tables[:, 0]
+
     def inputs(self, sizes: StepSizes) -> StepInputs:
         """Return views for a step of these sizes."""
         tokens, seqs = self.by_token[:, : sizes.num_tokens], self.by_seq[:, : sizes.num_seqs]
-        rows = self.by_row[:, : sizes.num_rows]
+        rows, one = self.by_row[:, : sizes.num_rows], self.tables.shape[1] == 1
         return StepInputs(
             sizes=sizes,
             token_ids=tokens[TOKEN_IDS.value],
             positions=tokens[POSITIONS.value],
-            slot_mapping=tokens[SLOT_MAPPING.value],
+            slot_mapping=tokens[SLOT_MAPPING.value] if one else tokens[SLOT_MAPPING.value :],
             rope_lens=tokens[ROPE_LENS.value],
             query_start_loc=self.by_seq[QUERY_START_LOC.value, : sizes.num_seqs + 1],
             seq_lens=seqs[SEQ_LENS.value],
-            block_tables=self.block_tables[: sizes.num_seqs],
+            block_tables=(self.block_tables if one else self.tables)[: sizes.num_seqs],
             logits_rows=self.logits_rows[: sizes.num_logits],
             rows=rows[ROWS.value],
             sources=rows[SOURCES.value],
@@ -283,7 +299,7 @@ class StepInputs:
     positions: Tensor
     """[T] int64; 0 for padding."""
     slot_mapping: Tensor
-    """[T] int64; -1 for padding."""
+    """[T] int64, with several block tables [num_tables, T]; -1 for padding."""
     rope_lens: Tensor
     """[T] int64; 1 for padding."""
     query_start_loc: Tensor
@@ -291,7 +307,8 @@ class StepInputs:
     seq_lens: Tensor
     """[S] int32; 0 for padding."""
     block_tables: Tensor
-    """[S, max_blocks_per_seq] int32; after the end of a sequence and for padding: valid blocks without meaning."""
+    """[S, max_blocks_per_seq] int32, with several [S, num_tables, max_blocks_per_seq]; after the end of a sequence,
+    before a window and for padding: valid blocks without meaning."""
     logits_rows: Tensor
     """[L] int64; 0 for padding."""
     rows: Tensor

@@ -39,7 +39,7 @@ _TOKENS = 128
 _LISTED = 128
 _TABLE = 1024
 _MAX_TABLE_PROGRAMS = 256
-"""Maximum programs for all block tables, at least one per sequence: two per multiprocessor of a Hopper GPU."""
+"""Maximum programs for all block tables, at least one for each: two per multiprocessor of a Hopper GPU."""
 _WARPS = 4
 _POINTERS = {
     "staging": "*i32", "token_ids": "*i32", "block_tables": "*i32", "numbers": "*i32", "by_token": "*i64",
@@ -47,9 +47,12 @@ _POINTERS = {
 }  # fmt: skip
 _STRIDES = (
     "token_stride", "table_stride", "number_stride", "by_token_stride", "by_seq_stride", "by_row_stride",
-    "tables_stride",
+    "tables_stride", "table_words",
 )  # fmt: skip
-_SIZES = ("num_tokens", "num_seqs", "num_logits", "num_rows", "block_size", "token_programs", "parts", "search_steps")
+_SIZES = (
+    "num_tokens", "num_seqs", "num_logits", "num_rows", "num_tables", "block_size", "token_programs", "parts",
+    "search_steps",
+)  # fmt: skip
 
 
 @triton.jit
@@ -73,9 +76,23 @@ def owner_of(starts, token, num_seqs, search_steps):
 
 
 @triton.jit
+def write_places(
+    at, slot, position, there, within, block_tables, table_stride, table_words, num_tables, by_token, by_token_stride,
+    block_size,
+):  # fmt: skip
+    """Write where tokens of slots at these positions are written, by each of their block tables; -1 for padding."""
+    entry = block_tables + slot * (table_stride * 16) + position // block_size
+    for table in range(num_tables):
+        block = tl.load(entry + table * (table_words * 16), there, other=0).to(tl.int64)
+        written = tl.where(there, block * block_size + position % block_size, -1)
+        tl.store(by_token + (SLOT_MAPPING + table) * by_token_stride + at, written, within)
+
+
+@triton.jit
 def _build_tokens(
     program, staging, token_ids, token_stride, block_tables, table_stride, numbers, number_stride, by_token,
-    by_token_stride, num_tokens, num_seqs, block_size, search_steps, ONE_EACH: tl.constexpr, TOKENS: tl.constexpr,
+    by_token_stride, num_tokens, num_seqs, num_tables, table_words, block_size, search_steps, ONE_EACH: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     token = program * TOKENS + tl.arange(0, TOKENS)
     within = token < num_tokens
@@ -92,21 +109,23 @@ def _build_tokens(
     prompt = tl.load(numbers + NUM_PROMPT_TOKENS * number_stride + slot, live, other=0)
     position = tl.where(live, computed + token - start, 0)
     known = tl.load(token_ids + slot * token_stride + position, live, other=0)
-    block = tl.load(block_tables + slot * (table_stride * 16) + position // block_size, live, other=0).to(tl.int64)
-    written = tl.where(live, block * block_size + position % block_size, -1)
+    write_places(
+        token, slot, position, live, within, block_tables, table_stride, table_words, num_tables, by_token,
+        by_token_stride, block_size,
+    )  # fmt: skip
     tl.store(by_token + TOKEN_IDS * by_token_stride + token, known.to(tl.int64), within)
     tl.store(by_token + POSITIONS * by_token_stride + token, position.to(tl.int64), within)
-    tl.store(by_token + SLOT_MAPPING * by_token_stride + token, written, within)
     tl.store(by_token + ROPE_LENS * by_token_stride + token, tl.maximum(prompt, position + 1).to(tl.int64), within)
 
 
 @triton.jit
 def _gather_table(
-    program, staging, block_tables, table_stride, numbers, number_stride, tables, tables_stride, num_seqs, block_size,
-    parts, TABLE: tl.constexpr,
+    program, staging, block_tables, table_stride, numbers, number_stride, tables, tables_stride, num_seqs, num_tables,
+    table_words, block_size, parts, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Copy every parts-th tile of the used part of a sequence's block table."""
-    sequence = program // parts
+    """Copy every parts-th tile of the used part of one of a sequence's block tables."""
+    sequence = program // (parts * num_tables)
+    first_word = program // parts % num_tables * (table_words * 16)
     slot = tl.load(staging + sequence).to(tl.int64)
     if is_live(numbers, number_stride, slot):
         starts = staging + num_seqs + sequence
@@ -114,8 +133,8 @@ def _gather_table(
         num_blocks = tl.cdiv(computed + tl.load(starts + 1) - tl.load(starts), block_size)
         # Rows are padded, so all accesses are of 16 bytes.
         num_blocks = tl.cdiv(num_blocks, 4) * 4
-        source = block_tables + slot * (table_stride * 16)
-        target = tables + sequence.to(tl.int64) * (tables_stride * 16)
+        source = block_tables + slot * (table_stride * 16) + first_word
+        target = tables + sequence.to(tl.int64) * (tables_stride * 16) + first_word
         for first in range(program % parts * TABLE, num_blocks, parts * TABLE):
             at = first + tl.arange(0, TABLE)
             tl.store(target + at, tl.load(source + at, at < num_blocks), at < num_blocks)
@@ -151,24 +170,24 @@ def _list_rows(at, row_words, numbers, number_stride, by_row, by_row_stride, num
 @triton.jit(do_not_specialize=[*_STRIDES, *_SIZES])
 def _build_step(
     staging, token_ids, block_tables, numbers, by_token, by_seq, by_row, logits_rows, tables, token_stride,
-    table_stride, number_stride, by_token_stride, by_seq_stride, by_row_stride, tables_stride, num_tokens, num_seqs,
-    num_logits, num_rows, block_size, token_programs, parts, search_steps, ONE_EACH: tl.constexpr,
-    TOKENS: tl.constexpr, TABLE: tl.constexpr, LISTED: tl.constexpr,
+    table_stride, number_stride, by_token_stride, by_seq_stride, by_row_stride, tables_stride, table_words, num_tokens,
+    num_seqs, num_logits, num_rows, num_tables, block_size, token_programs, parts, search_steps,
+    ONE_EACH: tl.constexpr, TOKENS: tl.constexpr, TABLE: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Build all tensors. Strides of block tables are in units of 16 words, so that Triton infers aligned rows."""
     program = tl.program_id(0)
     if program < token_programs:
         _build_tokens(
             program, staging, token_ids, token_stride, block_tables, table_stride, numbers, number_stride, by_token,
-            by_token_stride, num_tokens, num_seqs, block_size, search_steps, ONE_EACH, TOKENS,
+            by_token_stride, num_tokens, num_seqs, num_tables, table_words, block_size, search_steps, ONE_EACH, TOKENS,
         )  # fmt: skip
-    elif program < token_programs + num_seqs * parts:
+    elif program < token_programs + num_seqs * num_tables * parts:
         _gather_table(
             program - token_programs, staging, block_tables, table_stride, numbers, number_stride, tables,
-            tables_stride, num_seqs, block_size, parts, TABLE,
+            tables_stride, num_seqs, num_tables, table_words, block_size, parts, TABLE,
         )  # fmt: skip
     else:
-        at = (program - token_programs - num_seqs * parts) * LISTED + tl.arange(0, LISTED)
+        at = (program - token_programs - num_seqs * num_tables * parts) * LISTED + tl.arange(0, LISTED)
         _list_sequences(at, staging, numbers, number_stride, by_seq, by_seq_stride, num_seqs)
         row_words = staging + 2 * num_seqs + 1
         tl.store(logits_rows + at, tl.load(row_words + at, at < num_logits).to(tl.int64), at < num_logits)
@@ -203,24 +222,25 @@ def build_step(
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, is {block_size}")
     token_programs = -(-sizes.num_tokens // _TOKENS)
-    parts = _table_parts(sizes.num_seqs, state.block_tables.shape[1])
+    num_tables, max_blocks = state.tables.shape[1:]
+    parts = _table_parts(sizes.num_seqs * num_tables, max_blocks)
     listed = -(-max(sizes.num_seqs + 1, sizes.num_logits, sizes.num_rows) // _LISTED)
-    _build_step[(token_programs + sizes.num_seqs * parts + listed,)](
-        staging, state.token_ids, state.block_tables, state.numbers, buffers.by_token, buffers.by_seq, buffers.by_row,
-        buffers.logits_rows, buffers.block_tables, state.token_ids.stride(0), state.block_tables.stride(0) // 16,
+    _build_step[(token_programs + sizes.num_seqs * num_tables * parts + listed,)](
+        staging, state.token_ids, state.tables, state.numbers, buffers.by_token, buffers.by_seq, buffers.by_row,
+        buffers.logits_rows, buffers.tables, state.token_ids.stride(0), state.tables.stride(0) // 16,
         state.numbers.stride(0), buffers.by_token.stride(0), buffers.by_seq.stride(0), buffers.by_row.stride(0),
-        buffers.block_tables.stride(0) // 16, sizes.num_tokens, sizes.num_seqs, sizes.num_logits, sizes.num_rows,
-        block_size, token_programs, parts, sizes.num_seqs.bit_length(), ONE_EACH=one_each, **_TILES, num_warps=_WARPS,
-        num_stages=1, enable_fp_fusion=False,
+        buffers.tables.stride(0) // 16, state.tables.stride(1) // 16, sizes.num_tokens, sizes.num_seqs,
+        sizes.num_logits, sizes.num_rows, num_tables, block_size, token_programs, parts, sizes.num_seqs.bit_length(),
+        ONE_EACH=one_each, **_TILES, num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 _TILES = {"TOKENS": _TOKENS, "TABLE": _TABLE, "LISTED": _LISTED}
 
 
-def _table_parts(num_seqs: int, max_blocks_per_seq: int) -> int:
-    """Return the number of programs per block table. Results do not depend on it."""
-    return max(1, min(-(-max_blocks_per_seq // _TABLE), _MAX_TABLE_PROGRAMS // max(num_seqs, 1)))
+def _table_parts(num_tables: int, max_blocks_per_seq: int) -> int:
+    """Return the number of programs per block table, of all sequences' tables. Results do not depend on it."""
+    return max(1, min(-(-max_blocks_per_seq // _TABLE), _MAX_TABLE_PROGRAMS // max(num_tables, 1)))
 
 
 def variants() -> list[Variant]:

@@ -90,9 +90,7 @@ def draft_logits(
     size = limits.max_num_batched_tokens
     ids, positions, sampled = (torch.zeros(count, dtype=torch.int64) for count in (size, size, limits.max_num_seqs))
     kernels = target.device.kernels
-    recorded = RecordedModel(
-        draft.model, kernels, cache, limits, ids, positions, sampled, layers=cache.draft_layers, name=name
-    )
+    recorded = RecordedModel(draft.model, kernels, cache, limits, ids, positions, sampled, is_draft=True, name=name)
     results = []
     for batch in batches:
         count = len(batch.token_ids)

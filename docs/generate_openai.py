@@ -9,6 +9,9 @@ from pathlib import Path
 
 from gateway_svc.fields.field import Field, Use
 from gateway_svc.fields.tables import APIS
+from gateway_svc.parsing.catalog import FORMATS
+from gateway_svc.parsing.thoughts import THOUGHTS
+from gateway_svc.parsing.writing import written_calls
 
 PAGE = Path(__file__).with_name("openai.md")
 
@@ -118,32 +121,24 @@ All that one step of the scheduler brings for a client is one write to its socke
 ## Tools and reasoning
 
 Tools go into the prompt by the model's own template; what the model writes is split into thought, content and calls,
-streamed and not, on `/v1/chat/completions`, `/v1/responses` and `/v1/messages` alike. The gateway sees in the chat
-template and among the tokenizer's added tokens how the model writes them, logs it once, and can be told by an option.
-Where it sees no format, requests with tools are refused, and so they are where the template shows the model no tools or
-no calls, whatever the option says ([chats](chats.md#forms)).
+streamed and not, on `/v1/chat/completions`, `/v1/responses` and `/v1/messages` alike. How the model writes them is
+found at load: the template renders small chats with calls, and the format that reads these calls is the model's
+([0066](decisions/0066-a-format-is-data.md)). It is logged once, and an option can name it; one that does not read what
+the template shows is refused at start. Where no format reads it, requests with tools are refused, and so they are where
+the template shows the model no tools or no calls, whatever the option says ([chats](chats.md#forms)).
 
-| `--tool-call-parser` | a call |
-|---|---|
-| `hermes` (Hermes, Qwen) | `<tool_call>{"name": "f", "arguments": {}}</tool_call>` |
-| `llama3_json` | the whole answer is `{"name": "f", "parameters": {}}`, several with `;`, or behind Llama's tag |
-| `pythonic` (Llama 3.2, 4) | the whole answer is `[f(a=1), g(b="x")]` |
-| `mistral` | `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, and the newer `[TOOL_CALLS]f[ARGS]{}` |
-| `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`; schemas say what it is |
+CALL_ROWS
 
-| `--reasoning-parser` | the thought |
-|---|---|
-| `qwen3` | between `<think>` and `</think>`, if the prompt ends in `<think>` or the answer begins with it |
-| `deepseek_r1` | the same, and every answer begins with it unless the prompt has closed it |
-| `mistral` | between `[THINK]` and `[/THINK]` |
+THOUGHT_ROWS
 
 - **Markers** that are tokens of their own are known by their ids: the same text in other tokens is text, and
   `skip_special_tokens`, stop strings and logprobs are as without tools.
 - **Markers within a string** of a call's arguments are its text, as tokens too, and so are all tags but the closing one
-  within a parameter of `qwen3_coder`.
+  of a bare value, as within a parameter of `qwen3_coder`.
 - **What only looks like a call** is given back as content, whole and with its markers: also a call whose arguments are
-  no object. Without a marker (`llama3_json`, `pythonic`, `qwen3_coder`'s function alone), the name of one of the tools
-  is what makes a call. Whitespace next to a call is no content, nor are brackets too many behind it.
+  no object, and one that is cut before it is known to be one. Without a marker (`llama3_json`, `pythonic`,
+  `qwen3_coder`'s function alone), the name of one of the tools is what makes a call. Whitespace next to a call is no
+  content, nor are brackets too many behind it.
 - **Arguments** are the model's own text, which is no JSON if the model makes a mistake within them: they are written as
   they come. A `tool_use` block that is no stream has such a text under the key `INVALID_JSON`.
 - **A call cut by `max_tokens`** keeps what was parsed, and `finish_reason` is `length`; else it is `tool_calls`.
@@ -198,11 +193,33 @@ the last column: vLLM 0.33 does the same.
 
 def page() -> str:
     """Return the contents of docs/openai.md."""
-    parts = [HEAD]
+    head = HEAD.replace("CALL_ROWS", _call_rows()).replace("THOUGHT_ROWS", _thought_rows())
+    parts = [head]
     for path, table in APIS.items():
         head = "| field | here | what | vLLM |\n|---|---|---|---|\n"
         parts.append(f"\n### `{path}`\n\n{head}{''.join(map(_row, _sorted(table.values())))}")
     return "".join(parts)
+
+
+def _call_rows() -> str:
+    rows = ["| `--tool-call-parser` | models | a call |\n|---|---|---|\n"]
+    for each in FORMATS:
+        way = each.ways[each.written or 0]
+        call = written_calls(way, [("f", {"a": 1, "b": "x"})])
+        rows.append(f"| `{each.name}` | {each.models} | {_code(call)} |\n")
+    return "".join(rows).rstrip()
+
+
+def _thought_rows() -> str:
+    rows = ["| `--reasoning-parser` | models | the thought stands between |\n|---|---|---|\n"]
+    rows += [f"| `{each.name}` | {each.models} | {_code(each.open)}, {_code(each.close)} |\n" for each in THOUGHTS]
+    return "".join(rows).rstrip()
+
+
+def _code(text: str) -> str:
+    ticks = "``" if "`" in text else "`"
+    shown = text.strip().replace("\n", "⏎").replace("|", "\\|")
+    return f"{ticks}{shown}{ticks}" if ticks == "`" else f"{ticks} {shown} {ticks}"
 
 
 def _sorted(fields: Iterable[Field]) -> list[Field]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cadenza.errors import OptionError
+from cadenza.errors import CadenzaError, OptionError, UnavailableError
 from cadenza_common.serving.connection_limits import allow_connections
 from cadenza_common.serving.stop_signals import StopSignals
 from gateway_svc.app import make_state
@@ -17,10 +17,13 @@ from gateway_svc.config import GatewayConfig
 from gateway_svc.kv_events.publisher import KvPublisherError
 from gateway_svc.listeners import Listeners
 from gateway_svc.page_starter import PageRights
+from gateway_svc.several.door import DoorState
 from gateway_svc.several.wire import DoorPlace
 from gateway_svc.state import State
 
 _LOG = logging.getLogger(__name__)
+_CHECK_S = 1.0
+"""For which a start waits for the scheduler to say which model it serves."""
 EXIT_OK, EXIT_FAILED, EXIT_OPTIONS = 0, 1, 2
 
 
@@ -47,6 +50,12 @@ async def serve(
         fail(str(error))
         await listeners.close()
         return EXIT_FAILED
+    checks = asyncio.create_task(_wrong_option(state))
+    await asyncio.wait({checks}, timeout=_CHECK_S)
+    if not checks.done():
+        checks.add_done_callback(lambda done: None if done.cancelled() or done.result() is None else signals.stop.set())
+    elif (wrong := checks.result()) is not None:
+        return await _refuse(wrong, fail, listeners)
     sys.stdout.write(f"ready {next(iter(addresses.values()))}\n")
     sys.stdout.flush()
     urls = listeners.urls
@@ -56,8 +65,30 @@ async def serve(
         shown = "#token=…" if config.page_token_file else f"#token={state.page_rights.token}"
         _LOG.info("the live page is %s/%s", urls[0], shown)
     await signals.stop.wait()
+    if checks.done() and (wrong := checks.result()) is not None:
+        return await _refuse(wrong, fail, listeners)
+    checks.cancel()
     await _stop(listeners, state, signals.at_once, config.drain_timeout_s)
     return EXIT_OK
+
+
+async def _wrong_option(state: State) -> str | None:
+    """What is wrong with an option for the model, once the scheduler says which it is; None: nothing that is known."""
+    if isinstance(state, DoorState) or not state.formats.is_named:
+        return None
+    while True:
+        try:
+            return state.formats.error(await state.link.own.model())
+        except UnavailableError:
+            await asyncio.sleep(_CHECK_S)
+        except CadenzaError:  # as of a scheduler that asks for a token
+            return None
+
+
+async def _refuse(wrong: str, fail: Callable[[str], None], listeners: Listeners) -> int:
+    fail(wrong)
+    await listeners.close()
+    return EXIT_OPTIONS
 
 
 async def _stop(listeners: Listeners, state: State, at_once: asyncio.Event, drain_timeout_s: float) -> None:

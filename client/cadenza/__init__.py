@@ -28,7 +28,15 @@ _HOMES = {
     "cadenza.structured_outputs": ("StructuredOutputsParams",),
     "cadenza.chats": ("ChatMessage", "ToolCall"),
     "cadenza.outputs": ("RequestOutput", "CompletionOutput", "Logprob", "RequestMetrics"),
-    "cadenza.info": ("ModelInfo", "AddedToken", "ServerInfo", "ServerLoad", "ExecutorInfo", "TenantInfo"),
+    "cadenza.info": (
+        "ModelInfo",
+        "AddedToken",
+        "ChatExamples",
+        "ServerInfo",
+        "ServerLoad",
+        "ExecutorInfo",
+        "TenantInfo",
+    ),
     "cadenza.errors": (
         "CadenzaError",
         "InvalidRequestError",

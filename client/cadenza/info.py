@@ -15,6 +15,17 @@ class AddedToken:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatExamples:
+    """Small chats as the model's chat template shows them; empty texts: it shows no such chat."""
+
+    prompt: str = ""  # a turn of the user, and the header of the answer
+    call: str = ""  # the same, and a call of a tool with its result
+    calls: str = ""  # the same with two calls
+    thought: str = ""  # an answer with a thought
+    thought_and_call: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The served model."""
 
@@ -34,6 +45,7 @@ class ModelInfo:
     added_tokens: list[AddedToken] = field(default_factory=list)  # beside the vocabulary, in order of their ids
     model_type: str = ""  # by the model's config.json, such as "llama"; empty: none
     default_sampling: dict[str, float] = field(default_factory=dict)  # suggested by the model's files, by field
+    chat_examples: ChatExamples | None = None  # None: there is no chat template, or the server does not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from gateway_svc.openai.answers import AnswerHead, ChunkEvents, Chunks, prompt_s
 from gateway_svc.openai.chat_message import delta_object, finish_with_calls, message_object
 from gateway_svc.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from gateway_svc.openai.usage import final_usage
-from gateway_svc.parsing.output import Message, OutputParser, Reading, read_output
+from gateway_svc.parsing.message import Message
+from gateway_svc.parsing.output import OutputParser, Reading, read_output
 from gateway_svc.parsing.parts import Part, Role, Thought
 from gateway_svc.parsing.reasoning import Opening
 from gateway_svc.requests.chat import read_chat

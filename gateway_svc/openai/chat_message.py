@@ -10,7 +10,7 @@ from typing import Any
 from cadenza.outputs import CompletionOutput
 from gateway_svc.openai.usage import finish_of
 from gateway_svc.parsing.formats import Formats
-from gateway_svc.parsing.output import Message
+from gateway_svc.parsing.message import Message
 from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Part, Thought
 
 _SHORT_ID = string.ascii_letters + string.digits

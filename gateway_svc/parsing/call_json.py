@@ -8,10 +8,8 @@ from collections.abc import Collection
 from enum import Enum
 from typing import NoReturn
 
-from gateway_svc.parsing.parts import Mark
-
 _SPACE = " \t\r\n"
-_ARGUMENT_KEYS = ("arguments", "parameters")
+ARGUMENT_KEYS = ("arguments", "parameters")
 _SCALAR_STARTS = "-0123456789tfn"
 _IN_STRING = re.compile(r'["\\]')
 _TO_NEXT = re.compile(r'["{}\[\]]')
@@ -75,11 +73,19 @@ class CallObject:
     """One object, from its opening bracket on.
 
     It is a call as soon as its name is known and its arguments have begun, which are an object, or at its end; from
-    then on it stays one, whatever follows. Until then `raw` is what was read.
+    then on it stays one, whatever follows.
     """
 
-    def __init__(self, *, needs_arguments: bool, names: Collection[str] | None) -> None:
+    def __init__(
+        self,
+        *,
+        needs_arguments: bool,
+        names: Collection[str] | None,
+        name_key: str = "name",
+        argument_keys: Collection[str] = ARGUMENT_KEYS,
+    ) -> None:
         """needs_arguments: whether an object without them is no call; names: of the tools; None: any."""
+        self._name_key, self._argument_keys = name_key, argument_keys
         self._needs_arguments = needs_arguments
         self._names = names
         self._at = _CallJsonState.KEY
@@ -92,17 +98,12 @@ class CallObject:
         self._has_arguments = False
         self._arguments: list[str] = []
         """Pieces of the arguments that have not been passed on yet."""
-        self._raw: list[str] = []
+        self._is_begun = False
         self.name: str | None = None
         self.is_call = False
         self.is_done = False
         self.is_bad = False
         """It is no call; or it is one, and ends with an error."""
-
-    @property
-    def raw(self) -> str:
-        """What was read before it was a call."""
-        return "".join(self._raw)
 
     @property
     def is_in_string(self) -> bool:
@@ -115,17 +116,14 @@ class CallObject:
         The first character of all is the opening bracket.
         """
         index = start
-        if not self._raw:
-            self._raw.append(text[index])
+        if not self._is_begun:
+            self._is_begun = True
             index += 1
         while index < len(text) and not (self.is_done or self.is_bad):
-            before = index
             if self._at in (_CallJsonState.IN_KEY, _CallJsonState.IN_VALUE):
                 index = self._in_value(text, index)
             elif self._take(text[index]):
                 index += 1
-            if not self.is_call:
-                self._raw.append(text[before:index])
         if self.is_bad and self.is_call:
             self._complete()
         arguments = ""
@@ -133,14 +131,6 @@ class CallObject:
             arguments = "".join(self._arguments)
             self._arguments.clear()
         return index, arguments
-
-    def mark(self, mark: Mark) -> str:
-        """Take a marker that stands in a string, and is its text; returns new text of the arguments."""
-        num_raw = len(self._raw)
-        _, arguments = self.feed(mark.written, 0)
-        if not self.is_call:
-            self._raw[num_raw:] = [mark.shown]
-        return arguments
 
     def _in_value(self, text: str, index: int) -> int:
         """Read on in an object, list or string, or in a key; returns the index behind what was used."""
@@ -203,7 +193,7 @@ class CallObject:
         if char in '{["':
             self._at = _CallJsonState.IN_VALUE
             self._open(char)
-            if self._key in _ARGUMENT_KEYS and char == "{" and not self._has_arguments:
+            if self._key in self._argument_keys and char == "{" and not self._has_arguments:
                 self._streams = self._has_arguments = True
                 self._arguments = [char]
                 self._know()
@@ -220,11 +210,11 @@ class CallObject:
         text = "".join(self._value)
         value = _decoded(text)
         self.is_bad = value is None and text != "null"
-        if self._key == "name" and self.name is None:
+        if self._key == self._name_key and self.name is None:
             self.is_bad = not self._is_name(value) or not self._fits_before()
             self.name = None if self.is_bad else str(value)
             self._know()
-        elif self._key in _ARGUMENT_KEYS and not self._has_arguments:
+        elif self._key in self._argument_keys and not self._has_arguments:
             self._take_arguments("{}" if text == "null" else value)
 
     def _fits_before(self) -> bool:

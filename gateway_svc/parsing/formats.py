@@ -1,39 +1,20 @@
-"""How the served model writes tool calls and thoughts: as the options say, or by its chat template and its tokens."""
+"""How the served model writes tool calls and thoughts: as the options say, or as its chat template shows."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from cadenza.info import ModelInfo
+from gateway_svc.parsing.catalog import BY_NAME
+from gateway_svc.parsing.detection import detect_reasoning, detect_tools, way_of
+from gateway_svc.parsing.markers import thought_markers, tool_markers
+from gateway_svc.parsing.names import ReasoningFormat, ReasoningOption, ToolFormat, ToolOption
 from gateway_svc.parsing.parts import Marker, Role
+from gateway_svc.parsing.syntax import CallSyntax, ThoughtSyntax, ToolSyntax
+from gateway_svc.parsing.thoughts import THOUGHTS_BY_NAME
 
 _LOG = logging.getLogger(__name__)
-ToolFormat = Literal["hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder"]
-ReasoningFormat = Literal["deepseek_r1", "qwen3", "mistral"]
-ToolOption = Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "none"]
-ReasoningOption = Literal["auto", "deepseek_r1", "qwen3", "mistral", "none"]
-
-_XML_CALL = ((Role.CALL, "<tool_call>"), (Role.CALL_END, "</tool_call>"))
-_TOOL_MARKERS: Mapping[ToolFormat, tuple[tuple[Role, str], ...]] = {
-    "hermes": _XML_CALL,
-    "qwen3_coder": _XML_CALL,
-    "llama3_json": ((Role.CALL, "<|python_tag|>"),),
-    "pythonic": (
-        (Role.CALL, "<|python_tag|>"),
-        (Role.CALL, "<|python_start|>"),
-        (Role.CALL_END, "<|python_end|>"),
-    ),
-    "mistral": ((Role.CALL, "[TOOL_CALLS]"), (Role.ARGUMENTS, "[ARGS]"), (Role.CALL_ID, "[CALL_ID]")),
-}
-_XML_THOUGHT = ((Role.THOUGHT, "<think>"), (Role.THOUGHT_END, "</think>"))
-_REASONING_MARKERS: Mapping[ReasoningFormat, tuple[tuple[Role, str], ...]] = {
-    "deepseek_r1": _XML_THOUGHT,
-    "qwen3": _XML_THOUGHT,
-    "mistral": ((Role.THOUGHT, "[THINK]"), (Role.THOUGHT_END, "[/THINK]")),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +27,8 @@ class Formats:
     """None: thoughts are not split off."""
     tool_markers: tuple[Marker, ...] = ()
     reasoning_markers: tuple[Marker, ...] = ()
+    way_shown: CallSyntax | None = None
+    """The way of the format that the chat template shows; None: it shows none."""
 
     def marker(self, role: Role) -> Marker:
         """The first marker with a meaning; raises KeyError."""
@@ -55,21 +38,65 @@ class Formats:
         raise KeyError(role)
 
     @property
+    def markers(self) -> tuple[Marker, ...]:
+        """All of them, each once."""
+        return tuple({marker.text: marker for marker in (*self.tool_markers, *self.reasoning_markers)}.values())
+
+    @property
+    def tool_syntax(self) -> ToolSyntax | None:
+        """How tools are called."""
+        return None if self.tools is None else BY_NAME[self.tools]
+
+    @property
+    def thought_syntax(self) -> ThoughtSyntax | None:
+        """How thoughts are written."""
+        return None if self.reasoning is None else THOUGHTS_BY_NAME[self.reasoning]
+
+    @property
+    def way(self) -> CallSyntax:
+        """The way in which calls are written: the one shown, or the first one whose markers are all tokens."""
+        syntax = self.tool_syntax
+        ways = () if syntax is None else syntax.ways
+        if syntax is not None and syntax.written is not None:
+            return ways[syntax.written]
+        if self.way_shown in ways:
+            return self.way_shown
+        tokens = {marker.text for marker in self.tool_markers if marker.token_id is not None}
+        return next((way for way in ways if set(way.markers) <= tokens), min(ways, key=lambda way: len(way.markers)))
+
+    @property
     def always_thinks(self) -> bool:
         """Whether each answer begins within a thought, unless the prompt has closed it."""
-        return self.reasoning == "deepseek_r1"
+        syntax = self.thought_syntax
+        return syntax is not None and syntax.always
 
 
 def find_formats(info: ModelInfo, tools: ToolOption = "auto", reasoning: ReasoningOption = "auto") -> Formats:
     """The formats of a model."""
-    tool_format = detect_tools(info) if tools == "auto" else None if tools == "none" else tools
-    reasoning_format = detect_reasoning(info) if reasoning == "auto" else None if reasoning == "none" else reasoning
+    found: ToolFormat | None = None
+    way: CallSyntax | None = None
+    if tools == "auto":
+        found, way = detect_tools(info.chat_examples)
+    elif tools != "none":
+        found, way = tools, way_of(info.chat_examples, tools)
+    thought = detect_reasoning(info) if reasoning == "auto" else None if reasoning == "none" else reasoning
     return Formats(
-        tool_format,
-        reasoning_format,
-        () if tool_format is None else _markers(info, _TOOL_MARKERS[tool_format]),
-        () if reasoning_format is None else _markers(info, _REASONING_MARKERS[reasoning_format]),
+        found,
+        thought,
+        () if found is None else tool_markers(info, BY_NAME[found]),
+        () if thought is None else thought_markers(info, THOUGHTS_BY_NAME[thought]),
+        way,
     )
+
+
+def option_error(info: ModelInfo, tools: ToolOption) -> str | None:
+    """What is wrong with an option for this model: the format does not read what the chat template shows."""
+    shown = info.chat_examples
+    if tools == "auto" or tools == "none" or shown is None or not shown.call or way_of(shown, tools) is not None:
+        return None
+    other = detect_tools(shown)[0]
+    reads = "" if other is None else f": {other} does"
+    return f"--tool-call-parser {tools} does not read the calls that the model's chat template shows{reads}"
 
 
 class KnownFormats:
@@ -82,7 +109,7 @@ class KnownFormats:
     def of(self, info: ModelInfo) -> Formats:
         """How a model writes tool calls and thoughts; what is new is logged."""
         known = self._known
-        if known is not None and known[0] is info:
+        if known is not None and (known[0] is info or _same(known[0], info)):
             return known[1]
         found = find_formats(info, *self._options)
         if known is None or known[1] != found:
@@ -92,39 +119,26 @@ class KnownFormats:
                 found.tools or "text (none)",
                 found.reasoning or "text (none)",
             )
+            if (wrong := self.error(info)) is not None:
+                _LOG.warning("%s", wrong)
         self._known = info, found
         return found
 
+    @property
+    def is_named(self) -> bool:
+        """Whether an option names the format of calls."""
+        return self._options[0] not in ("auto", "none")
 
-def detect_tools(info: ModelInfo) -> ToolFormat | None:
-    """The format that a model's chat template asks for or repeats; None: no known one, or the template has no tools."""
-    template = info.chat_template
-    if "tools" not in template:
-        return None
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template:
-        return "qwen3_coder" if "<function=" in template else "hermes"
-    if "func_name1(" in template:
-        return "pythonic"
-    if '"parameters"' in template and ("<|python_tag|>" in template or "dictionary of argument name" in template):
-        return "llama3_json"
-    return None
+    def error(self, info: ModelInfo) -> str | None:
+        """What is wrong with the options for a model."""
+        return option_error(info, self._options[0])
 
 
-def detect_reasoning(info: ModelInfo) -> ReasoningFormat | None:
-    """The markers of thoughts in a model's chat template or among its tokens; None: there are none."""
-    texts = {token.text for token in info.added_tokens}
-    if "[THINK]" in info.chat_template or {"[THINK]", "[/THINK]"} <= texts:
-        return "mistral"
-    if "<think>" in info.chat_template or {"<think>", "</think>"} <= texts:
-        return "qwen3"
-    return None
-
-
-def _markers(info: ModelInfo, texts: tuple[tuple[Role, str], ...]) -> tuple[Marker, ...]:
-    tokens = {token.text: token for token in info.added_tokens}
-    return tuple(
-        Marker(role, text, tokens[text].id, tokens[text].special) if text in tokens else Marker(role, text)
-        for role, text in texts
+def _same(one: ModelInfo, other: ModelInfo) -> bool:
+    """Whether what formats are found by is the same: a description is read again and again."""
+    return (one.model, one.chat_examples, one.chat_template, one.added_tokens) == (
+        other.model,
+        other.chat_examples,
+        other.chat_template,
+        other.added_tokens,
     )

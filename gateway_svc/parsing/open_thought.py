@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway_svc.parsing.calls import CallParser
+from gateway_svc.parsing.call_reader import CallReader
 from gateway_svc.parsing.parts import CallBegin, Content, Mark, Part, Piece, Role
 
 
 class OpenThought:
     """Reads the pieces of a thought that may have calls at its end."""
 
-    def __init__(self, new_parser: Callable[[], CallParser]) -> None:
+    def __init__(self, new_parser: Callable[[], CallReader]) -> None:
         self._new_parser = new_parser
-        self._parser: CallParser | None = None
+        self._parser: CallReader | None = None
         self._held: list[Piece] = []
         self._parts: list[Part] = []
         """What the held pieces are, if they are calls."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from cadenza.outputs import CompletionOutput
-from gateway_svc.parsing.bare_json import BareJsonParser
-from gateway_svc.parsing.calls import CallParser, shown_of
+from gateway_svc.parsing.answer_frame import AnswerFrame
+from gateway_svc.parsing.call_reader import CallReader
+from gateway_svc.parsing.calls import shown_of
+from gateway_svc.parsing.composing import MarkJoiner
 from gateway_svc.parsing.formats import Formats
-from gateway_svc.parsing.hermes import HermesParser
-from gateway_svc.parsing.mistral import MistralParser
+from gateway_svc.parsing.markers import pieces_and_composed
+from gateway_svc.parsing.message import Message
 from gateway_svc.parsing.open_thought import OpenThought
-from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Part, Piece, Role, Thought
+from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Mark, Marker, Part, Piece, Role, Thought
 from gateway_svc.parsing.pieces import PieceReader
-from gateway_svc.parsing.pythonic import PythonicParser
-from gateway_svc.parsing.qwen_coder import ArgumentKinds, QwenCoderParser
 from gateway_svc.parsing.reasoning import Opening, ReasoningSplitter, opening_of_ids
+from gateway_svc.parsing.tagged import ArgumentKinds
 from gateway_svc.parsing.token_owners import TokenOwners
 
 
@@ -57,19 +58,10 @@ class Reading:
         return opening is Opening.OPEN or (opening is Opening.MAYBE and self.formats.always_thinks)
 
 
-def _call_parser(reading: Reading) -> CallParser:
-    names: Collection[str] = frozenset(reading.tools)
-    match reading.formats.tools:
-        case "hermes":
-            return HermesParser()
-        case "llama3_json":
-            return BareJsonParser(names)
-        case "pythonic":
-            return PythonicParser(names)
-        case "qwen3_coder":
-            return QwenCoderParser(reading.kinds, names)
-        case _:
-            return MistralParser()
+def _call_reader(reading: Reading, markers: Sequence[Marker]) -> CallReader:
+    syntax = reading.formats.tool_syntax
+    assert syntax is not None
+    return CallReader(syntax, markers, frozenset(reading.tools), reading.kinds)
 
 
 class OutputParser:
@@ -81,15 +73,25 @@ class OutputParser:
         with_tokens: whether content says which tokens made it.
         """
         formats = reading.formats
-        markers = [*formats.reasoning_markers, *(formats.tool_markers if reading.has_calls else ())]
+        known = formats.markers if reading.has_calls else formats.reasoning_markers
+        markers, composed = pieces_and_composed(known)
         self._reader = PieceReader(markers, skips_special=reading.skips_special)
+        self._joiner = MarkJoiner(markers, composed) if composed else None
+        self._calls = _call_reader(reading, known) if reading.has_calls else None
+        thought = formats.thought_syntax
         self._thought = (
             None
-            if formats.reasoning is None
-            else ReasoningSplitter(is_open=reading.is_open(prompt_ids), is_past=reading.opening is Opening.ANSWERING)
+            if thought is None
+            else ReasoningSplitter(
+                is_open=reading.is_open(prompt_ids),
+                is_past=reading.opening is Opening.ANSWERING,
+                repeats=thought.repeats,
+                is_in_call=lambda: self._calls is not None and self._calls.is_in_call,
+            )
         )
-        self._calls = _call_parser(reading) if reading.has_calls else None
-        self._open_thought = OpenThought(lambda: _call_parser(reading)) if self._calls and self._thought else None
+        has_open = self._calls is not None and thought is not None and not thought.repeats
+        self._open_thought = OpenThought(lambda: _call_reader(reading, known)) if has_open else None
+        self._frame = AnswerFrame(*thought.answer) if thought is not None and any(thought.answer) else None
         self._is_parallel = reading.is_parallel
         self._owners = TokenOwners(self._reader.text_ends) if with_tokens else None
         self.has_calls = False
@@ -111,13 +113,18 @@ class OutputParser:
         parts: list[Part] = []
         for piece in pieces:
             for each in (piece,) if self._owners is None else self._owners.split(piece):
-                self._take(each, parts)
+                for whole in (each,) if self._joiner is None else self._joiner.feed(each):
+                    self._take(whole, parts)
         if delta.finished():
+            for whole in () if self._joiner is None else self._joiner.finish():
+                self._take(whole, parts)
             self._end_open_thought(parts, is_cut=delta.finish_reason != "stop")
             for rest in () if self._thought is None else self._thought.finish():
                 self._answer(rest, parts)
             if self._calls is not None:
                 self._add_all(self._calls.finish(is_cut=delta.finish_reason != "stop"), parts)
+            for part in () if self._frame is None else self._frame.finish():
+                self._add(part, parts)
         return _joined(parts)
 
     def tokens_behind(self) -> tuple[int, ...]:
@@ -154,15 +161,16 @@ class OutputParser:
     def _answer(self, piece: Piece, parts: list[Part]) -> None:
         if self._calls is not None:
             self._add_all(self._calls.feed(piece), parts)
-        elif text := shown_of(piece):
-            self._add(Content(text), parts)
+        elif (text := shown_of(piece)) and not (isinstance(piece, Mark) and piece.marker.is_nothing):
+            self._add_all(iter((Content(text),)), parts)
 
     def _add_all(self, found: Iterator[Part], parts: list[Part]) -> None:
         for part in found:
             if isinstance(part, CallBegin | CallArguments) and part.index and not self._is_parallel:
                 continue
             self.has_calls = self.has_calls or isinstance(part, CallBegin)
-            self._add(part, parts)
+            for each in (part,) if self._frame is None else self._frame.feed(part):
+                self._add(each, parts)
 
     def _add(self, part: Part, parts: list[Part]) -> None:
         if self._owners is None:
@@ -197,37 +205,6 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 
 def _key(part: Part) -> tuple[type[Part], int]:
     return type(part), part.index if isinstance(part, CallBegin | CallArguments) else 0
-
-
-@dataclass(slots=True)
-class Call:
-    """A call of a tool."""
-
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class Message:
-    """What the parts of an output come to."""
-
-    thought: str | None = None
-    content: str | None = None
-    calls: list[Call] = field(default_factory=list)
-    num_reasoning_tokens: int = 0
-
-    def add(self, parts: Sequence[Part]) -> None:
-        """Add the next parts."""
-        for part in parts:
-            match part:
-                case Thought(text):
-                    self.thought = (self.thought or "") + text
-                case Content(text):
-                    self.content = (self.content or "") + text
-                case CallBegin(_, name):
-                    self.calls.append(Call(name))
-                case CallArguments(index, text):
-                    self.calls[index].arguments += text
 
 
 def read_output(reading: Reading, output: CompletionOutput, prompt_ids: Sequence[int]) -> Message:

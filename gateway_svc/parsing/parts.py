@@ -13,9 +13,9 @@ class Role(Enum):
     """A call begins, or a list of calls."""
     CALL_END = "call end"
     ARGUMENTS = "arguments"
-    """Behind the name of a call."""
-    CALL_ID = "call id"
-    """Behind the name of a call, before its id."""
+    """Within a call, as behind its name."""
+    WRAPPER = "wrapper"
+    """Around an answer, and none of it."""
     THOUGHT = "thought"
     THOUGHT_END = "thought end"
 
@@ -30,6 +30,8 @@ class Marker:
     """Its token, if it is one: then the same text in other tokens is no marker. None: it is known by its text."""
     is_special: bool = False
     """Whether its token is left out of texts with skip_special_tokens."""
+    is_nothing: bool = False
+    """Whether it is none of an answer's text where it stands in it."""
 
 
 @dataclass(frozen=True, slots=True)

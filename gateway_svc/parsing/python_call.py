@@ -32,6 +32,8 @@ _SIMPLE = {
     "n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "/": "/", "\\": "\\",
     "'": "'", '"': '"',
 }  # fmt: skip
+_BARE_KEY = re.compile(r"[^:,{}\[\]\ud800-\udfff]+")
+"""Where keys have no quotes in dictionaries either."""
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _STRING_ENDS = {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -59,9 +61,14 @@ class _OpenBracket:
 
 
 class PythonArguments:
-    """The arguments of one call, from its opening bracket on. They come in pieces."""
+    """The arguments of one call, from its opening bracket on. They come in pieces.
 
-    def __init__(self) -> None:
+    With a mark, as Gemma 4 writes them: in braces, each key bare and with a colon, strings between two marks.
+    """
+
+    def __init__(self, mark: str = "") -> None:
+        """mark: the character around strings, which have no escapes then."""
+        self._mark = mark
         self._at = _PythonCallState.KEY
         self._json = ["{"]
         """The pieces of the arguments as JSON."""
@@ -94,7 +101,7 @@ class PythonArguments:
         while index < len(text) and not (self.is_done or self.is_bad):
             if self._quote:
                 index = self._in_string(text, index)
-            elif (found := _WORD.match(text, index)) is not None:
+            elif (found := self._words().match(text, index)) is not None:
                 self._word += found.group()
                 index = found.end()
                 self.is_bad = len(self._word) > MAX_CHARS
@@ -108,7 +115,16 @@ class PythonArguments:
         self.is_bad = not self.is_done and (self.is_bad or self._num_chars > MAX_CHARS)
         return index
 
+    def _words(self) -> re.Pattern[str]:
+        return _BARE_KEY if self._mark and self._at is _PythonCallState.KEY else _WORD
+
     def _in_string(self, text: str, index: int) -> int:
+        if self._quote == self._mark:
+            end = text.find(self._mark, index)
+            self._string.append(text[index:] if end < 0 else text[index:end])
+            if end >= 0:
+                self._end_string()
+            return len(text) if end < 0 else end + 1
         if self._is_escaped:
             end, self._is_escaped = index + 1, False
         else:
@@ -125,7 +141,9 @@ class PythonArguments:
     def _end_string(self) -> None:
         text, quote = "".join(self._string), self._quote
         self._quote, self._string = "", []
-        if quote == '"' and _JSON_STRING.fullmatch(text):
+        if quote == self._mark:
+            self._put(json_string(text), is_string=True)
+        elif quote == '"' and _JSON_STRING.fullmatch(text):
             self._put(f'"{text}"', is_string=True)  # as it is: JSON may have what UTF-8 has not
         else:
             self._put(json_string(_ESCAPE.sub(_unescaped, text)), is_string=True)
@@ -133,8 +151,11 @@ class PythonArguments:
     def _end_word(self) -> None:
         word, self._word = self._word, ""
         if self._at is _PythonCallState.KEY:
-            self.is_bad = KEY.fullmatch(word) is None or word in self._keys
-            self._keys.add(word)
+            if len(self._open) == 1:
+                self.is_bad = (not self._mark and KEY.fullmatch(word) is None) or word in self._keys
+                self._keys.add(word)
+            else:
+                self.is_bad = not self._mark
             self._json.append(f"{json_string(word)}: ")
             self._at = _PythonCallState.EQUALS
             return
@@ -167,13 +188,16 @@ class PythonArguments:
         can_begin = self._at in (_PythonCallState.VALUE, _PythonCallState.FIRST)
         if char.isspace():
             return
-        if char in "'\"" and (can_begin or (self._at is _PythonCallState.KEY and top.bracket == "{")):
+        if char == ":" and self._mark and self._at is _PythonCallState.KEY:
+            self._json.append('"": ')
+            self._at = _PythonCallState.VALUE
+        elif char in (self._mark or "'\"") and (can_begin or (self._at is _PythonCallState.KEY and top.bracket == "{")):
             self._quote = char
         elif char in _CLOSING and can_begin:
             self._open.append(_OpenBracket(char, len(self._json)))
             self._json.append("{" if char == "{" else "[")
             self._at = _PythonCallState.KEY if char == "{" else _PythonCallState.FIRST
-        elif self._at is _PythonCallState.EQUALS and char == ("=" if top.bracket == "call" else ":"):
+        elif self._at is _PythonCallState.EQUALS and char == ("=" if top.bracket == "call" and not self._mark else ":"):
             self._at = _PythonCallState.VALUE
         elif self._at is _PythonCallState.COMMA and char == ",":
             top.has_comma = True
@@ -183,7 +207,7 @@ class PythonArguments:
             _PythonCallState.COMMA,
             _PythonCallState.FIRST,
             _PythonCallState.KEY,
-        ) and char == _CLOSING.get(top.bracket, ")"):
+        ) and char == _CLOSING.get(top.bracket, "}" if self._mark else ")"):
             self._close()
         else:
             self.is_bad = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 from gateway_svc.parsing.parts import Mark, Piece, Role, Thought
@@ -17,14 +17,26 @@ class _State(Enum):
 class ReasoningSplitter:
     """Takes the thought out of the pieces of one output.
 
-    It is there if the prompt has opened it, or if the output begins with its marker. A marker behind it is text.
+    It is there if the prompt has opened it, or if the output begins with its marker. A marker behind it is text, unless
+    the format has thoughts there too.
     """
 
-    def __init__(self, *, is_open: bool, is_past: bool = False) -> None:
-        """is_open: whether the prompt ends within a thought; is_past: whether it ends within the answer behind one."""
+    def __init__(
+        self,
+        *,
+        is_open: bool,
+        is_past: bool = False,
+        repeats: bool = False,
+        is_in_call: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """is_open: whether the prompt ends within a thought; is_past: whether it ends within the answer behind one.
+
+        repeats: whether thoughts stand behind text too, unless it belongs to a call, as is_in_call says.
+        """
         self._state = _State.OPEN if is_open else _State.DONE if is_past else _State.BEFORE
-        self._held = ""
-        """Whitespace that the output begins with."""
+        self._repeats, self._is_in_call = repeats, is_in_call
+        self._held: list[Piece] = []
+        """Space and wrappers that the output begins with."""
         self._has_text = False
         self.num_tokens: int | None = 0
         """Tokens of the thought, with its markers; None: all so far, as it has not ended."""
@@ -47,28 +59,25 @@ class ReasoningSplitter:
                 yield from self._before(piece)
             case _State.OPEN:
                 yield from self._open(piece)
+            case _State.DONE if self._repeats and _begins(piece) and not self._is_in_call():
+                self._state, self._has_text, self.num_tokens = _State.OPEN, False, None
             case _State.DONE:
                 yield piece
 
     def finish(self) -> Iterator[Piece]:
         """Give the rest."""
-        if self._held:
-            yield self._held
+        held, self._held = self._held, []
+        yield from held
 
     def _before(self, piece: Piece) -> Iterator[Thought | Piece]:
-        if isinstance(piece, Mark) and piece.role is Role.THOUGHT:
-            self._state, self._held, self.num_tokens = _State.OPEN, "", None
+        if _begins(piece):
+            self._state, self._held, self.num_tokens = _State.OPEN, [], None
             return
-        if isinstance(piece, str) and not piece.strip():
-            self._held += piece
+        self._held.append(piece)
+        if not piece.strip() if isinstance(piece, str) else piece.marker.is_nothing:
             return
-        self._state, held, self._held = _State.DONE, self._held, ""
-        if isinstance(piece, str):
-            yield held + piece
-        else:
-            if held:
-                yield held
-            yield piece
+        self._state = _State.DONE
+        yield from self.finish()
 
     def _open(self, piece: Piece) -> Iterator[Thought | Piece]:
         if isinstance(piece, Mark):
@@ -81,6 +90,10 @@ class ReasoningSplitter:
         self._has_text = self._has_text or bool(text.strip())
         if text:
             yield Thought(text)
+
+
+def _begins(piece: Piece) -> bool:
+    return isinstance(piece, Mark) and piece.role is Role.THOUGHT
 
 
 class Opening(Enum):
@@ -110,9 +123,9 @@ def opening_of_ids(prompt_ids: Sequence[int], start: int, end: int) -> Opening:
 def opening_of_text(tail: str, start: str, end: str) -> Opening:
     """The same, by the last text of a prompt."""
     tail = tail.rstrip()
-    if tail.endswith(end):
+    if tail.endswith(end.strip()):
         return Opening.CLOSED
-    return Opening.OPEN if tail.endswith(start) else Opening.MAYBE
+    return Opening.OPEN if tail.endswith(start.strip()) else Opening.MAYBE
 
 
 def opening_of_turn(content: str, start: str, end: str) -> Opening | None:
@@ -122,6 +135,6 @@ def opening_of_turn(content: str, start: str, end: str) -> Opening | None:
     """
     if end in content:
         return Opening.ANSWERING
-    if content.lstrip().startswith(start):
+    if content.lstrip().startswith(start.strip()):
         return Opening.OPEN
     return Opening.ANSWERING if content.strip() else None

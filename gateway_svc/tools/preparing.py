@@ -78,7 +78,7 @@ async def prepare(caller: SchedulerCaller, request: GatewayRequest, formats: For
         skips_special=params.skip_special_tokens,
         opening=opening,
         is_parallel=use.is_parallel,
-        kinds=argument_kinds(use.callable) if formats.tools == "qwen3_coder" else {},
+        kinds=argument_kinds(use.callable),
     )
     if not is_constrained:
         return Prepared(reading, params, name)

@@ -11,18 +11,20 @@ from typing import Any
 
 from gateway_svc.fields.field import as_integers
 from gateway_svc.parsing.argument_kinds import TEXT, Kinds, kinds_of, resolved
-from gateway_svc.parsing.qwen_coder import PARAMETER, PARAMETER_END
+from gateway_svc.parsing.syntax import Tags
 from gateway_svc.requests.tools import Tool
-from gateway_svc.tools.lark import ANY_TEXT, compact_json, literal
+from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal, text_without
 
-XML_KEY = re.compile(r"[^\s<>]{1,128}")
-_NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
+XML_KEY = re.compile(r"[^\s<>\"{}\[\],:=]{1,128}")
+_NOTES = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "$comment", "format", "$schema", "$id")
+)
 """Keys of a schema that allow all."""
-_SIZES = frozenset(("minLength", "maxLength"))
-_LAST = f"\n{PARAMETER_END}\n"
-_END = PARAMETER_END.replace("/", r"\/")
-_ONE_END = rf"& ~/{ANY_TEXT}{_END}(?s:.+)/"
-"""The first closing tag is the last one."""
+_OF_STRINGS = frozenset(("minLength", "maxLength", "pattern"))
+_OF_OTHERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "minItems",
+              "maxItems", "uniqueItems", "properties", "required", "additionalProperties"))  # fmt: skip
+_NOT_REGULAR = re.compile(r"\\[bB1-9kpPuUcx]|\(\?(?!:)|(?<!\\)(?:\\\\)*[$^](?!\])")
+"""What an expression has that llguidance's may not have within it."""
 _SHARED = ("$defs", "definitions")
 _WHOLE = "cadenza-whole"
 """The name, among an argument's definitions, of the schema that it is taken from."""
@@ -42,58 +44,154 @@ def argument_kinds(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Kinds]]:
     }
 
 
-def any_arguments(index: int) -> list[str]:
-    """Rules of one argument of a tool whose arguments are free."""
-    return [
-        f'args_{index}: {literal(PARAMETER)} NAME_{index} ">\\n" VALUE_{index} "\\n"',
-        rf"NAME_{index}: /[^\s<>]+/",
-        f"VALUE_{index}: /{ANY_TEXT}{_END}/ {_ONE_END}",
-    ]
+class TagRules:
+    """Writes arguments between a format's tags."""
+
+    def __init__(self, tags: Tags, marked: MarkedText) -> None:
+        self._tags, self._marked, self._quotes = tags, marked, tags.quotes
+        self._pad = "\n" if tags.is_padded else ""
+        self._end = tags.value_close.lstrip()
+        """What stands in no value."""
+        whole = self._pad + self._end
+        self._token = marked.first(whole)
+        """The first token of what closes a value, which stands in none either; all of it if it has none."""
+        has_token = self._token in marked.tokens
+        self._last = whole.partition(self._token)[0] if has_token else whole
+        """What closes a value before that token: a string ends with it, or its greedy text would take it."""
+        self._tail = marked(whole[len(self._last) :] + tags.behind)
+        self._unwanted = self._token if has_token else ""
+
+    def any_arguments(self, index: int) -> list[str]:
+        """Rules of one argument of a tool whose arguments are free."""
+        head = self._marked(self._tags.key_open)
+        return [
+            f"args_{index}: {head} NAME_{index} {self._key_close('string')} VALUE_{index} {self._tail}",
+            rf"NAME_{index}: /[^\s<>\"]+/",
+            self._terminal(str(index), []),
+        ]
+
+    def argument(self, number: str, name: str, schema: Any, root: Mapping[str, Any]) -> list[str]:
+        """Rules of the argument args_NUMBER; raises ValueError for one whose schema bare text cannot keep to."""
+        schema = resolved(schema, root)
+        schema = {} if schema is True else schema
+        if not isinstance(schema, Mapping):
+            raise ValueError("has a schema that allows nothing")
+        strings, others = self._split(schema, root)
+        written = [f"{self._key_close(kind)} {rule}" for kind, rule in others]
+        rules = []
+        if strings is not None and isinstance(values := _values(strings), list):
+            written += [
+                f"{self._key_close('string')} {self._exactly(each)}" for each in values if isinstance(each, str)
+            ]
+        elif strings is not None:
+            expressions = string_expressions(strings)
+            written.append(f"{self._key_close('string')} VALUE_{number}")
+            rules = [self._terminal(number, expressions)]
+            if self._quotes[0]:
+                written.append(f"{self._key_close('string')} {literal(self._quotes[0])} QUOTED_{number}")
+                rules.append(self._quoted(number, expressions))
+        head = self._marked(self._tags.key_open + name)
+        return [f"args_{number}: {head} ({' | '.join(written)}) {self._tail}", *rules]
+
+    def _key_close(self, kind: str) -> str:
+        tags = self._tags
+        text = tags.key_close.rstrip() + self._pad
+        if not any(tags.types):
+            return self._marked(text)
+        return self._marked(text.replace("{type}", tags.types[0] if kind == "string" else tags.types[1] or kind))
+
+    def _split(
+        self, schema: Mapping[str, Any], root: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any] | None, list[tuple[str, str]]]:
+        """The schema of a value's strings, None if it is none, and the rules of other values by their types."""
+        kinds = kinds_of(schema, root)
+        if kinds and "string" not in kinds:
+            return None, self._others(schema, root, kinds)
+        values = _values(schema)
+        if values is not None:
+            rest = [each for each in values if not isinstance(each, str)]
+            return {"enum": values}, self._others({"enum": rest}, root, kinds - TEXT) if rest else []
+        name = next((each for each in ("anyOf", "oneOf") if isinstance(schema.get(each), list)), None)
+        if name is None:
+            if not _is_of_strings(schema, kinds):
+                raise ValueError("has a schema that bare text cannot keep to")
+            rest_kinds = kinds - TEXT
+            return schema, self._others({**schema, "type": sorted(rest_kinds)}, root, rest_kinds) if rest_kinds else []
+        options = [resolved(each, root) for each in schema[name]]
+        strings = [each for each in options if each is True or each == {} or "string" in kinds_of(each, root)]
+        others = [each for each in options if each not in strings]
+        found = {} if not strings or True in strings else strings[0]
+        if len(strings) > 1 and not all(
+            _is_of_strings(each, TEXT) and not string_expressions(each) for each in strings
+        ):
+            if not all(isinstance(_values(each), list) for each in strings):
+                raise ValueError("has a schema that bare text cannot keep to")
+            found = {"enum": [value for each in strings for value in _values(each) or ()]}
+        inner, more = self._split(found, root) if len(strings) == 1 else (found, [])
+        return inner, [*more, *(self._others({name: others}, root, kinds - TEXT) if others else [])]
+
+    def _others(self, schema: Mapping[str, Any], root: Mapping[str, Any], kinds: Kinds) -> list[tuple[str, str]]:
+        """Values that are no strings, as JSON."""
+        last = f" {literal(self._last)}" if self._last else ""
+        if "{type}" not in self._tags.key_close or self._tags.types[1]:
+            return [("other", compact_json(argument_schema(schema, root)) + last)]
+        return [
+            (
+                "number" if kind == "integer" else kind,
+                compact_json(argument_schema({"allOf": [dict(schema)], "type": kind}, root)) + last,
+            )
+            for kind in sorted(kinds)
+        ]
+
+    def _exactly(self, value: str) -> str:
+        if self._end in value or (self._unwanted and self._unwanted in value):
+            raise ValueError("has values that bare text cannot be")
+        return literal(value + self._last) if value + self._last else ""
+
+    def _terminal(self, number: str, expressions: Sequence[str]) -> str:
+        """A string and what closes it, which does not stand in it."""
+        last = expression(self._last)
+        parts = [f"/{each}{last}/" for each in expressions or [ANY_TEXT]]
+        if self._unwanted:
+            return f"VALUE_{number}: {' & '.join(parts)} & {text_without(self._unwanted)}"
+        if self._quotes[0]:  # what has such characters has quotes
+            parts.append(f"/[^<&\\n]*{last}/")
+        return f"VALUE_{number}: {' & '.join(parts)} & ~/{ANY_TEXT}{expression(self._end)}(?s:.+)/"
+
+    def _quoted(self, number: str, expressions: Sequence[str]) -> str:
+        """A string, the quote that ends it, which does not stand in it, and what closes it."""
+        quote = expression(self._quotes[1])
+        parts = [f"/{each}{quote}{expression(self._last)}/" for each in expressions or [ANY_TEXT]]
+        return f"QUOTED_{number}: {' & '.join(parts)} & ~/{ANY_TEXT}{quote}{ANY_TEXT}{quote}{ANY_TEXT}/"
 
 
-def argument_rules(number: str, name: str, schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """Rules of the argument args_NUMBER; raises ValueError for one whose schema bare text cannot keep to."""
-    tag = f"{PARAMETER}{name}>\n"
-    head = f"args_{number}: {literal(tag)} "
-    schema = resolved(schema, root)
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, Mapping):
-        raise ValueError("has a schema that allows nothing")
-    kinds = kinds_of(schema, root)
-    if kinds and "string" not in kinds:
-        return [f"{head}{compact_json(argument_schema(schema, root))} {literal(_LAST)}"]
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if kinds == TEXT and values is not None:
-        return [head + _one_of(values)]
-    size = _size(schema) if kinds == TEXT else ""
-    if not size and not _is_free(schema, root):
-        raise ValueError("has a schema that bare text cannot keep to")
-    text = f"/(?s:.{size or '*'})\\n{_END}/ {_ONE_END}"
-    return [f'{head}VALUE_{number} "\\n"', f"VALUE_{number}: {text}"]
+def _values(schema: Mapping[str, Any]) -> list[Any] | None:
+    found = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return found if isinstance(found, list) else None
 
 
-def _one_of(values: Any) -> str:
-    if not isinstance(values, list) or any(not isinstance(each, str) or PARAMETER_END in each for each in values):
-        raise ValueError("has values that bare text cannot be")
-    return f"({' | '.join(literal(each + _LAST) for each in values)})"
+def _is_of_strings(schema: Any, kinds: Kinds) -> bool:
+    """Whether all that a schema says of strings can be kept to."""
+    known = _NOTES | _OF_STRINGS | {"type"} | (_OF_OTHERS if kinds - TEXT else set())
+    return schema is True or not schema.keys() - known
 
 
-def _size(schema: Mapping[str, Any]) -> str:
-    """The length of a string, as an expression repeats what it is of; nothing: any, or other constraints."""
-    if not schema.keys() & _SIZES or schema.keys() - _NOTES - _SIZES - {"type"}:
-        return ""
+def string_expressions(schema: Mapping[str, Any]) -> list[str]:
+    """The expressions of strings that a schema allows; none: all. Raises ValueError for one that is not regular."""
+    parts = []
     least, most = as_integers(schema.get("minLength", 0)), as_integers(schema.get("maxLength", ""))
-    return f"{{{least},{most}}}"
-
-
-def _is_free(schema: Any, root: Mapping[str, Any]) -> bool:
-    """Whether a schema allows all values of its types."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping) or schema.keys() - _NOTES - {"type", "anyOf", "oneOf"}:
-        return schema is True
-    options = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
-    return all(_is_free(each, root) for each in options)
+    if "minLength" in schema or "maxLength" in schema:
+        parts.append(f"(?s:.{{{least},{most}}})")
+    if isinstance(pattern := schema.get("pattern"), str):
+        inner = pattern.removeprefix("^")
+        is_ended = inner.endswith("$") and not inner.endswith("\\$")
+        inner = inner[:-1] if is_ended else inner
+        if _NOT_REGULAR.search(inner):
+            raise ValueError("has a pattern that bare text cannot keep to")
+        inner = re.sub(r"(?<!\\)/", r"\/", inner)
+        start, end = "" if pattern.startswith("^") else "(?s:.*)", "" if is_ended else "(?s:.*)"
+        parts.append(f"{start}(?:{inner}){end}")
+    return parts
 
 
 def argument_schema(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:

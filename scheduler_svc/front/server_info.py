@@ -103,6 +103,8 @@ def model_info(model: ModelDescription, tokenizer: Tokenizer | None, *, max_mode
         message.has_tokenizer = True
         message.has_chat_template = bool(tokenizer.chats.templates)
         message.chat_template = template if len(template) <= MAX_TEMPLATE_CHARS else ""
+        if tokenizer.chats.examples is not None:
+            message.chat_examples.CopyFrom(pb.ChatExamples(**tokenizer.chats.examples))
         for token in tokenizer.added_tokens:
             message.added_tokens.add(id=token.token_id, text=token.text, special=token.special)
     return message

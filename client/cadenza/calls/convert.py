@@ -7,7 +7,17 @@ from dataclasses import fields
 from typing import Any
 
 from cadenza.chats import ChatMessage, ChatOptions
-from cadenza.info import AdapterUse, AddedToken, ExecutorInfo, FaultCount, ModelInfo, ServerInfo, ServerLoad, TenantInfo
+from cadenza.info import (
+    AdapterUse,
+    AddedToken,
+    ChatExamples,
+    ExecutorInfo,
+    FaultCount,
+    ModelInfo,
+    ServerInfo,
+    ServerLoad,
+    TenantInfo,
+)
 from cadenza.outputs import CompletionOutput, FinishReason, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from cadenza.prompts import CallOptions, Prompt
 from cadenza.sampling_params import SamplingParams
@@ -191,7 +201,12 @@ def model_info_from_proto(message: generation_pb2.GetModelInfoResponse) -> Model
         chat_template=message.chat_template,
         added_tokens=[AddedToken(each.id, each.text, each.special) for each in message.added_tokens],
         default_sampling={field.name: value for field, value in message.default_sampling.ListFields()},
+        chat_examples=_examples(message.chat_examples) if message.HasField("chat_examples") else None,
     )
+
+
+def _examples(message: generation_pb2.ChatExamples) -> ChatExamples:
+    return ChatExamples(message.prompt, message.call, message.calls, message.thought, message.thought_and_call)
 
 
 def server_info_from_proto(message: generation_pb2.GetServerInfoResponse) -> ServerInfo:

@@ -693,6 +693,7 @@ class GetModelInfoResponse(_message.Message):
     ADDED_TOKENS_FIELD_NUMBER: _builtins.int
     MODEL_TYPE_FIELD_NUMBER: _builtins.int
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
+    CHAT_EXAMPLES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Folder or hub id, as given to the executor."""
     architecture: _builtins.str
@@ -733,6 +734,10 @@ class GetModelInfoResponse(_message.Message):
         request has the default of SamplingParams. Clients that ask with parameters of their own choice send these first.
         """
 
+    @_builtins.property
+    def chat_examples(self) -> Global___ChatExamples:
+        """Small chats as the chat template shows them; absent: there is no chat template."""
+
     def __init__(
         self,
         *,
@@ -751,16 +756,57 @@ class GetModelInfoResponse(_message.Message):
         added_tokens: _abc.Iterable[Global___AddedToken] | None = ...,
         model_type: _builtins.str = ...,
         default_sampling: _types_pb2.SamplingParams | None = ...,
+        chat_examples: Global___ChatExamples | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "default_sampling", b"default_sampling", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "chat_examples", b"chat_examples", "default_sampling", b"default_sampling", "fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "added_tokens", b"added_tokens", "architecture", b"architecture", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "default_sampling", b"default_sampling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "model", b"model", "model_type", b"model_type", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "added_tokens", b"added_tokens", "architecture", b"architecture", "bos_token_id", b"bos_token_id", "chat_examples", b"chat_examples", "chat_template", b"chat_template", "default_sampling", b"default_sampling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "model", b"model", "model_type", b"model_type", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bos_token_id) -> _WhichOneofReturnType__bos_token_id | None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class ChatExamples(_message.Message):
+    """ChatExamples are small chats as the model's chat template shows them, from which a client sees how the model writes
+    tool calls and thoughts. A text is empty if the template shows no such chat.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    THOUGHT_FIELD_NUMBER: _builtins.int
+    THOUGHT_AND_CALL_FIELD_NUMBER: _builtins.int
+    prompt: _builtins.str
+    """A turn of the user, with tools, and the header of the answer."""
+    call: _builtins.str
+    """The same with a call of a tool as the answer, its result, and the header of the next answer."""
+    calls: _builtins.str
+    """The same with two calls in one answer."""
+    thought: _builtins.str
+    """A turn of the user and an answer with a thought."""
+    thought_and_call: _builtins.str
+    """As call, with a thought before it."""
+    def __init__(
+        self,
+        *,
+        prompt: _builtins.str = ...,
+        call: _builtins.str = ...,
+        calls: _builtins.str = ...,
+        thought: _builtins.str = ...,
+        thought_and_call: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "calls", b"calls", "prompt", b"prompt", "thought", b"thought", "thought_and_call", b"thought_and_call"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatExamples: _TypeAlias = ChatExamples  # noqa: Y015
 
 @_typing.final
 class AddedToken(_message.Message):

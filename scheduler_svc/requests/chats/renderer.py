@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
 from scheduler_svc.requests.chats.door import RenderDoor, finished
+from scheduler_svc.requests.chats.examples import example_chats
 from scheduler_svc.requests.chats.fields import (
     NOT_COMPILED,
     ChatError,
@@ -63,6 +65,8 @@ class ChatRenderer:
         self._special_tokens = special_tokens
         self._forms: dict[str, TemplateForm] = {}
         """Of the model's templates."""
+        self.examples: dict[str, str] | None = None
+        """Small chats as the template that shows calls shows them, by what they have; None before `prepare`."""
         self._forms_of_requests: dict[str, TemplateForm] = {}
         """The last used last."""
         # Three, so that nobody waits for another one's long chat, or template.
@@ -86,6 +90,17 @@ class ChatRenderer:
     async def _prepare(self) -> None:
         for name, source in self.templates.items():
             _log_form(name, await self._form(source, ""))
+        if self.shown_template:
+            self.examples = await self._examples(self.shown_template)
+
+    async def _examples(self, source: str) -> dict[str, str]:
+        form, found = await self._form(source, ""), dict[str, str]()
+        for name, chat in example_chats():
+            found[name] = ""
+            with suppress(ChatError):
+                _check_form(chat, form, "")
+                found[name] = await self._of_short.render(ChatJob(source, "", chat, self._special_tokens, form))
+        return found
 
     async def render(self, chat: ChatFields) -> str:
         """Return a chat as text; raises ChatError."""

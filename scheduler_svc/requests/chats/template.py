@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -39,6 +39,7 @@ _OPEN_END = "CADENZA_OPEN_END "
 _MARK = "CADENZASYSTEM"
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 """Those of all APIs; others are a template's own."""
+_OF_LISTS = ("append", "pop")
 _FORM = TemplateForm()
 
 
@@ -167,12 +168,20 @@ def _cut(text: str, content: str) -> str:
 @functools.cache
 def _environment() -> jinja2.Environment:
     """Return the environment that transformers documents for templates."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace)
     return environment
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox; but a template's own lists may grow, as those of Kimi K2 do."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use an attribute."""
+        return (type(obj) is list and attr in _OF_LISTS) or super().is_safe_attribute(obj, attr, value)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -204,6 +213,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """As Jinja's filter, but without HTML's escapes."""
+    if isinstance(value, Iterator):  # as of the filter `map`
+        value = list(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -17,6 +17,10 @@ _RESERVED = frozenset(
 _DEFAULT = TemplateForm()
 
 
+class GivenList(list[dict[str, Any]]):
+    """A list that a template does not change, where it may change its own."""
+
+
 def template_variables(
     chat: ChatFields,
     special_tokens: Mapping[str, Any],
@@ -35,7 +39,7 @@ def template_variables(
     return {
         **special_tokens,
         **arguments,
-        "messages": in_form(arranged(chat.messages, form) if placed is None else placed, form),
+        "messages": GivenList(in_form(arranged(chat.messages, form) if placed is None else placed, form)),
         "tools": json_objects(chat.tools, "tools"),
         "documents": json_objects(chat.documents, "documents"),
         "add_generation_prompt": chat.adds_generation_prompt,

@@ -1,48 +1,80 @@
-"""The format of a model is seen in its chat template and its tokens."""
+"""The format of a model is what reads the calls that its chat template shows; what none reads is said to be none."""
 
 from __future__ import annotations
 
 import pytest
 
-from cadenza.info import AddedToken, ModelInfo
-from gateway_svc.parsing.formats import Formats, find_formats
+from gateway_svc.parsing.formats import Formats, find_formats, option_error
 from gateway_svc.parsing.parts import Role
 from tests.helpers.models.chat_templates import HERMES, LLAMA, MISTRAL
+from tests.helpers.models.shown_models import shown_model
 
-CODER = "{% for tool in tools %}{% endfor %}<tool_call>\n<function=f>"
-PYTHONIC = "{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}"
+HEAD = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+)
+TAIL = "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
-def model(template: str, *tokens: str) -> ModelInfo:
-    added = [AddedToken(300 + index, text, False) for index, text in enumerate(tokens)]
-    return ModelInfo("m", "a", 512, 256, "f", [0], None, True, True, 1, True, b"", template, added)
+def template(call: str, before: str = "", behind: str = "") -> str:
+    """A template that shows each call so."""
+    calls = f"{{% for c in m.tool_calls or [] %}}{{% set f = c.function %}}{call}{{% endfor %}}"
+    return f"{HEAD}{{% if m.tool_calls %}}{before}{calls}{behind}{{% endif %}}{TAIL}"
+
+
+ARGUMENTS = "{% for k, v in f.arguments.items() %}"
+VALUE = "{{ v if v is string else v | tojson }}"
+CODER = template(
+    f"<tool_call>\n<function={{{{ f.name }}}}>\n{ARGUMENTS}<parameter={{{{ k }}}}>\n{VALUE}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>"
+)
+PYTHONIC = template(
+    f"{{{{ f.name }}}}({ARGUMENTS}{{{{ k }}}}={{{{ v | tojson }}}}"
+    "{% if not loop.last %}, {% endif %}{% endfor %})"
+    "{% if not loop.last %}, {% endif %}",
+    "[",
+    "]",
+)
+UNKNOWN = template("<call>{{ f.name }}|{{ f.arguments | tojson }}</call>")
+NEARLY = template('<tool_call>{"tool": "{{ f.name }}", "with": {{ f.arguments | tojson }}}</tool_call>')
+THINKS = HEAD + "{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}" + TAIL
 
 
 @pytest.mark.parametrize(
-    ("template", "found"),
+    ("shown", "found"),
     [
         (HERMES, "hermes"),
         (MISTRAL, "mistral"),
         (LLAMA, "llama3_json"),
         (PYTHONIC, "pythonic"),
         (CODER, "qwen3_coder"),
+        (UNKNOWN, None),
+        (NEARLY, None),
         ("{{ messages }}", None),
         ("", None),
     ],
 )
-def test_the_template_shows_how_tools_are_called(template, found):
-    assert find_formats(model(template)).tools == found
-    assert find_formats(model(template), "none", "none") == Formats()
-    assert find_formats(model(template), "mistral").tools == "mistral"
+def test_the_template_shows_how_tools_are_called(shown, found):
+    info = shown_model(shown)
+    assert find_formats(info).tools == found
+    assert find_formats(info, "none", "none") == Formats()
+    assert find_formats(info, "mistral").tools == "mistral"
+    wrong = option_error(info, "mistral")
+    is_shown = found is not None or shown in (UNKNOWN, NEARLY)
+    assert (wrong is not None) == (is_shown and found != "mistral")
+    if wrong and found:
+        assert "--tool-call-parser mistral" in wrong
+        assert found in wrong
 
 
-def test_a_thought_is_known_by_the_template_or_the_tokens():
-    assert find_formats(model(HERMES)).reasoning is None
-    assert find_formats(model("{{ '<think>' }}")).reasoning == "qwen3"
-    assert find_formats(model(HERMES, "[THINK]", "[/THINK]")).reasoning == "mistral"
-    found = find_formats(model(HERMES, "<think>", "</think>", "<tool_call>"))
+def test_a_thought_is_known_by_what_the_template_shows_and_by_its_text_and_tokens():
+    plain = shown_model(HERMES)
+    assert find_formats(plain).reasoning is None
+    assert find_formats(shown_model(THINKS)).reasoning == "mistral"
+    assert find_formats(shown_model("{{ messages[0].content }}{{ '<think>' }}")).reasoning == "qwen3"
+    assert find_formats(shown_model(HERMES, "[THINK]", "[/THINK]")).reasoning == "mistral"
+    found = find_formats(shown_model(HERMES, "<think>", "</think>", "<tool_call>"))
     assert found.reasoning == "qwen3"
     assert not found.always_thinks
     ids = [found.marker(role).token_id for role in (Role.THOUGHT, Role.THOUGHT_END, Role.CALL, Role.CALL_END)]
     assert ids == [300, 301, 302, None]
-    assert find_formats(model(HERMES), reasoning="deepseek_r1").always_thinks
+    assert find_formats(plain, reasoning="deepseek_r1").always_thinks

@@ -130,7 +130,7 @@ MISTRAL = """
         {{- "[TOOL_CALLS] [" }}
         {%- for call in message.tool_calls %}
             {%- if call.id | length != 9 %}{{ raise_exception("ids of calls have length 9") }}{% endif %}
-            {{- call.function | tojson | replace("}", "") + ', "id": "' + call.id + '"}' }}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
             {%- if not loop.last %}{{ ", " }}{% endif %}
         {%- endfor %}
         {{- "]" + eos_token }}

@@ -41,8 +41,6 @@ NO_TOOLS = {
 """They never show tools."""
 NO_CALLS = {
     "HuggingFaceTB-SmolLM3-3B",
-    "Kimi-K2-Instruct",
-    "Kimi-K2-Thinking",
     "LFM2-8B-A1B",
     "LFM2.5-Instruct",
     "google-gemma-2-2b-it",
@@ -51,7 +49,7 @@ NO_CALLS = {
     "microsoft-Phi-3.5-mini-instruct",
 }
 """They show no call, or refuse its result, in any form."""
-BROKEN_WITH_TOOLS = {"llama-cpp-deepseek-r1"}
+BROKEN_WITH_TOOLS: set[str] = set()
 """They refuse tools, with an error of their own."""
 NEED_TOOLS = {
     "CohereForAI-c4ai-command-r-plus-tool_use",

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from cadenza_common.call_formats.catalog import FORMATS
+from cadenza_common.call_formats.writing import written_calls
 from gateway_svc.fields.field import Field, Use
 from gateway_svc.fields.tables import APIS
-from gateway_svc.parsing.catalog import FORMATS
 from gateway_svc.parsing.thoughts import THOUGHTS
-from gateway_svc.parsing.writing import written_calls
 
 PAGE = Path(__file__).with_name("openai.md")
 

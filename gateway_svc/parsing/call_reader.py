@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from cadenza_common.call_formats.syntax import Body, CallSyntax, ToolSyntax
 from gateway_svc.parsing.call_json import MAX_NAME
 from gateway_svc.parsing.calls import CLOSING, AnswerBuilder
 from gateway_svc.parsing.literals import FAIL, MORE, Codes, Literal, keyed
 from gateway_svc.parsing.parts import Mark, Marker, Part, Piece
-from gateway_svc.parsing.syntax import Body, CallSyntax, ToolSyntax
 from gateway_svc.parsing.tagged import ArgumentKinds, TagArguments, TagSyntax
+from gateway_svc.parsing.tree import TreeArguments
 from gateway_svc.parsing.written_arguments import CallArgumentsReader, JsonArguments, ObjectCall, PythonCall
 
 
@@ -42,11 +43,12 @@ class _Way:
         self.name = re.compile(way.name)
         self.separator = codes.literal(way.separator, spaced=True)
         self.call_open = codes.literal(way.call[0], spaced=True)
-        self.call_close = codes.literal(way.call[1]).atoms()
+        self.call_close = codes.literal("" if way.body is Body.TREE else way.call[1]).atoms()
         self.section_close = codes.literal(way.section[1]).atoms()
         self.between = frozenset(way.between)
         outer = (*way.call, *way.section)
         self.tags = TagSyntax(way.tags, codes, outer) if way.tags is not None else None
+        self.tree_end = codes.coded(way.call[1].strip()) if way.body is Body.TREE else ""
         self.quote = codes.literal(way.markers[-1]).begins if way.body is Body.TYPED else ""
 
     def beginnings(self, codes: Codes) -> Iterator[_Beginning]:
@@ -234,6 +236,8 @@ class CallReader:
         if way.tags is not None:
             kinds = self._kinds.get(name, {})
             self._enter(way, TagArguments(name, way.tags, kinds, holds=self._holds))
+        elif way.syntax.body is Body.TREE:
+            self._enter(way, TreeArguments(name, way.tree_end, self._codes, self._kinds))
         elif way.syntax.body is Body.JSON:
             return self._begin_json(way, name, text, end)
         else:
@@ -292,6 +296,11 @@ class CallReader:
         assert way is not None
         at = 0
         while at < len(text):
+            # A call first: what begins it may begin what is due, too.
+            if (next_call := self._next(way, text, at, is_last=is_last)) != FAIL:
+                if next_call >= 0:
+                    self._raw, self._text = self._text[:next_call], self._text[next_call:]
+                return
             closed = self._closed(text, at, is_last=is_last)
             if closed == MORE:
                 return
@@ -299,10 +308,6 @@ class CallReader:
                 self._take(closed)
                 if self._had_due and not self._due:
                     self._at = _CallState.CONTENT
-                return
-            if (next_call := self._next(way, text, at, is_last=is_last)) != FAIL:
-                if next_call >= 0:
-                    self._raw, self._text = self._text[:next_call], self._text[next_call:]
                 return
             if not (text[at].isspace() or text[at] in CLOSING or text[at] in way.between):
                 self._at = _CallState.CONTENT

@@ -9,22 +9,22 @@ from dataclasses import replace
 from typing import get_args
 
 from cadenza.info import ChatExamples, ModelInfo
-from cadenza_common.chat_examples import (
+from cadenza_common.call_formats.catalog import BY_NAME, FORMATS
+from cadenza_common.call_formats.examples import (
     EXAMPLE_CALLS,
     EXAMPLE_RESULT,
     EXAMPLE_THOUGHT,
     EXAMPLE_TOOLS,
     EXAMPLE_USER,
 )
+from cadenza_common.call_formats.syntax import CallSyntax, ThoughtSyntax, ToolSyntax
 from gateway_svc.parsing.call_reader import CallReader
-from gateway_svc.parsing.catalog import BY_NAME, FORMATS
 from gateway_svc.parsing.composing import MarkJoiner
 from gateway_svc.parsing.markers import pieces_and_composed, tool_roles
 from gateway_svc.parsing.message import Message
 from gateway_svc.parsing.names import ReasoningFormat, ToolFormat
 from gateway_svc.parsing.parts import Marker
 from gateway_svc.parsing.pieces import PieceReader
-from gateway_svc.parsing.syntax import CallSyntax, ThoughtSyntax, ToolSyntax
 from gateway_svc.parsing.thoughts import THOUGHTS
 
 _MARKS = [arguments["qmname"] for _, arguments in EXAMPLE_CALLS]

@@ -6,7 +6,7 @@ It is half of a surrogate pair, which no decoded text has, so that strings and e
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from gateway_svc.parsing.parts import Mark, Marker, Piece
 
@@ -121,10 +121,3 @@ class Literal:
                 return at, end
             at = text.find(self.begins, at + 1)
         return len(text), FAIL
-
-
-def holes_filled(text: str, values: Mapping[str, str]) -> str:
-    """A literal with values in its holes."""
-    for name, value in values.items():
-        text = text.replace(name, value)
-    return text

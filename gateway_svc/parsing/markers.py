@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cadenza.info import ModelInfo
+from cadenza_common.call_formats.syntax import ThoughtSyntax, ToolSyntax
 from gateway_svc.parsing.parts import Marker, Role
-from gateway_svc.parsing.syntax import ThoughtSyntax, ToolSyntax
 
 
 def tool_markers(info: ModelInfo, syntax: ToolSyntax) -> tuple[Marker, ...]:

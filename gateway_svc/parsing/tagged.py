@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 
+from cadenza_common.call_formats.syntax import Tags
 from gateway_svc.parsing.argument_kinds import TEXT, Kinds, fits
 from gateway_svc.parsing.literals import FAIL, MORE, Codes
 from gateway_svc.parsing.python_call import WORDS, PythonArguments, json_string
-from gateway_svc.parsing.syntax import Tags
 
 ArgumentKinds = Mapping[str, Mapping[str, Kinds]]
 """By the name of a tool and that of its argument."""

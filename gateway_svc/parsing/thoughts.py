@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway_svc.parsing.syntax import ThoughtSyntax
+from cadenza_common.call_formats.syntax import ThoughtSyntax
 
 _HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>")
 _KIMI_K3 = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")

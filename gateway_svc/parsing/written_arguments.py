@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from cadenza_common.call_formats.syntax import CallSyntax
 from gateway_svc.parsing.call_json import ARGUMENT_KEYS, CallObject, ValueEnd
 from gateway_svc.parsing.literals import Codes, code_in
 from gateway_svc.parsing.python_call import PythonArguments
-from gateway_svc.parsing.syntax import CallSyntax
 
 
 class CallArgumentsReader(Protocol):

@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from cadenza_common.call_formats.syntax import Body, CallSyntax
 from gateway_svc.http.errors import bad_request
 from gateway_svc.parsing.python_call import KEY
-from gateway_svc.parsing.syntax import Body, CallSyntax
 from gateway_svc.requests.tools import Tool
 from gateway_svc.tools.lark import MarkedText, compact_json, literal
+from gateway_svc.tools.tree_rules import TreeRules
 from gateway_svc.tools.typed_arguments import TypedRules
 from gateway_svc.tools.xml_arguments import XML_KEY, TagRules, argument_schema
 
@@ -57,6 +58,8 @@ class CallRules:
                 return self._tags()
             case Body.PYTHON:
                 return self._python()
+            case Body.TREE:
+                return self._tree()
         return self._typed()
 
     def _call(self, arguments: str, last: str = "") -> str:
@@ -132,6 +135,19 @@ class CallRules:
             own = compact_json(argument_schema(value, self._tool.parameters or {}))
             rules.append(f"args_{self._index}_{place}: {literal(name + '=')} {own}")
         return [*rules, self._call(comma_separated(self._index, list(properties), set(required)), ")")]
+
+    def _tree(self) -> list[str]:
+        """An element for each argument, in the order of the properties."""
+        properties, required = self._properties(XML_KEY) or ({}, ())
+        tree = TreeRules(self._way, self._marked, self._tool.parameters or {}, self._index)
+        parts = []
+        for name, value in properties.items():
+            try:
+                parts.append(f"({tree.element(name, value)}){'' if name in required else '?'}")
+            except ValueError as error:
+                raise bad_request(f"{self._where}: the argument {name!a:.64} {error}", "tools") from None
+        arguments = f"args_{self._index}"
+        return [*tree.rules, f"{arguments}: {' '.join(parts)}", self._call(arguments)]
 
     def _typed(self) -> list[str]:
         """name{key:value,…}, with values in the format's own form."""

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cadenza_common.call_formats.syntax import Body
 from gateway_svc.parsing.formats import Formats
 from gateway_svc.parsing.parts import Role
 from gateway_svc.parsing.reasoning import Opening
-from gateway_svc.parsing.syntax import Body
 from gateway_svc.requests.tools import ToolUse
 from gateway_svc.tools.call_rules import CallRules
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, text_without
@@ -77,7 +77,8 @@ def _terminals(formats: Formats, opening: Opening | None) -> list[str]:
 
 
 def _marked(formats: Formats) -> MarkedText:
-    return MarkedText({each.text: each.token_id for each in formats.markers if each.token_id is not None})
+    tokens = {each.text: each.token_id for each in formats.markers if each.token_id is not None}
+    return MarkedText(tokens, [each.text for each in formats.markers])
 
 
 class _Writer:

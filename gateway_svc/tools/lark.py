@@ -41,10 +41,11 @@ def expression(text: str) -> str:
 class MarkedText:
     """Writes texts in which markers may be tokens."""
 
-    def __init__(self, tokens: Mapping[str, int]) -> None:
-        """tokens: ids by their texts."""
+    def __init__(self, tokens: Mapping[str, int], markers: Sequence[str] = ()) -> None:
+        """tokens: ids by their texts; markers: texts that stand apart without being tokens."""
         self.tokens = tokens
-        texts = sorted(tokens, key=len, reverse=True)
+        composed = {each for each in markers if each not in tokens and any(token in each for token in tokens)}
+        texts = sorted({*tokens, *markers} - composed, key=len, reverse=True)
         # Line breaks apart: what begins with one may stand where another text begins with one.
         self._pattern = re.compile(f"({'|'.join(map(re.escape, [*texts, *_OF_HOLES]))}|\n)")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cadenza_common.call_formats.syntax import CallSyntax
 from gateway_svc.parsing.argument_kinds import kinds_of, resolved
-from gateway_svc.parsing.syntax import CallSyntax
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal
 from gateway_svc.tools.xml_arguments import XML_KEY, argument_schema, string_expressions
 

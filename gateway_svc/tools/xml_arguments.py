@@ -6,12 +6,12 @@ Qwen3-Coder writes arguments as bare text between tags.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from cadenza_common.call_formats.syntax import Tags
 from gateway_svc.fields.field import as_integers
 from gateway_svc.parsing.argument_kinds import TEXT, Kinds, kinds_of, resolved
-from gateway_svc.parsing.syntax import Tags
 from gateway_svc.requests.tools import Tool
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal, text_without
 
@@ -28,20 +28,29 @@ _NOT_REGULAR = re.compile(r"\\[bB1-9kpPuUcx]|\(\?(?!:)|(?<!\\)(?:\\\\)*[$^](?!\]
 _SHARED = ("$defs", "definitions")
 _WHOLE = "cadenza-whole"
 """The name, among an argument's definitions, of the schema that it is taken from."""
+_MAX_KINDS = 6
 _MAX_DEPTH = 64
 """Schemas that are nested deeper are refused where they are rendered."""
 
 
 def argument_kinds(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Kinds]]:
     """What the arguments of tools may be."""
-    return {
-        tool.name: {
-            name: kinds_of(schema, tool.parameters)
-            for name, schema in (tool.parameters.get("properties") or {}).items()
-        }
-        for tool in tools
-        if tool.parameters is not None
-    }
+    return {tool.name: dict(_kinds(tool.parameters, tool.parameters)) for tool in tools if tool.parameters is not None}
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, Kinds]]:
+    """The types of an object's properties, and of what is in them by its path, as `list/item/name`."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _MAX_KINDS:
+        return
+    properties = schema.get("properties")
+    inner = [*properties.items()] if isinstance(properties, Mapping) else []
+    if depth and "items" in schema:
+        inner.append(("item", schema["items"]))
+    for name, each in inner:
+        place = f"{path}/{name}" if path else name
+        yield place, kinds_of(each, root)
+        yield from _kinds(each, root, place, depth + 1)
 
 
 class TagRules:

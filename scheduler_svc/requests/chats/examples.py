@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from cadenza_common.chat_examples import (
+from cadenza_common.call_formats.examples import (
     EXAMPLE_ANSWER,
     EXAMPLE_CALLS,
     EXAMPLE_RESULT,

@@ -119,6 +119,10 @@ class TemplateForm:
     """Whether ids of calls are nine letters and digits."""
     joins_thought: bool = False
     """Whether text beside a thought and calls stands in the thought."""
+    old_names: bool = False
+    """Whether tools are `functions`, a text, beside the time as `datetime`, as firefunction's template reads them."""
+    call_format: str = ""
+    """The format in which calls are written into the content, where the template shows none; empty: it shows them."""
     no_tools: str = ""
     """Why tools are refused; empty: they are not."""
     no_calls: str = ""

@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from cadenza_common.call_formats.catalog import FORMATS
 from scheduler_svc.requests.chats.fields import (
     NOT_COMPILED,
     CallContent,
@@ -81,7 +82,11 @@ class _Search:
         if not shown and not self.form.unusable:
             self.tools = _TOOLS  # as of one by the name tool_use, which needs them
             shown = yield from self._content("user", (_USER,), "Qmuser")
+        if not shown and not self.form.unusable:
+            self.form = replace(self.form, old_names=True)
+            shown = yield from self._content("user", (_USER,), "Qmuser")
         if not shown:
+            self.form = replace(self.form, old_names=False)
             return  # it shows no chat of this kind in any form: nothing can be said
         yield from self._content("assistant", (_USER, _ASSISTANT, _AGAIN), "Qmassistant")
         yield from self._try(replace(self.form, merges_turns=True), (_USER, _AGAIN), self.tools, ("Qmuser", "Qmagain"))
@@ -172,6 +177,8 @@ class _Search:
                 flawless.add((form.text_arguments, form.call_content))
             if best is None or flaws < best[0]:
                 best = flaws, form
+        if best is None and (yield from self._calls_as_text(tools)):
+            return
         if best is None:
             message = f"the chat template shows no call of a tool in any form: {problem}"
             self.form = replace(self.form, no_calls=message)
@@ -179,6 +186,17 @@ class _Search:
         self.form = best[1]
         if {(self.form.text_arguments, each) for each in ("absent", "empty")} <= flawless:
             self.form = replace(self.form, call_content="given")
+
+    def _calls_as_text(self, tools: tuple[str, ...]) -> Generator[ChatJob, str | ChatError, bool]:
+        """Find whether calls can be written into the content, as the model writes them; the template says which."""
+        asked = MessageFields("assistant", tool_calls=(_CALL,))
+        for name in (each.name for each in FORMATS if each.hint and each.hint in self.job.template):
+            form = replace(self.form, call_format=name)
+            text = yield from self._text((_USER, asked, _RESULT), form, tools)
+            if isinstance(text, str) and all(mark in text for mark in _CALL_MARKS):
+                self.form = form
+                return True
+        return False
 
     def _call_forms(self) -> list[TemplateForm]:
         contents = [each for each in get_args(CallContent) if each != "given"]

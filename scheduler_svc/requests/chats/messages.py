@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from cadenza_common.call_formats.catalog import BY_NAME
+from cadenza_common.call_formats.writing import written_calls
 from scheduler_svc.requests.chats.fields import ChatError, ChatFields, MessageFields, TemplateForm, ToolCallFields
 from scheduler_svc.requests.chats.json_objects import MAX_DEPTH, is_deeper, refuse_constant
 
@@ -127,6 +129,8 @@ def _message(message: MessageFields, path: str, form: TemplateForm) -> dict[str,
     if form.joins_thought and message.tool_calls and message.content and message.reasoning_content:
         thought = _BETWEEN.join((message.reasoning_content, message.content))
         message = replace(message, content=None, reasoning_content=thought)
+    if form.call_format and message.tool_calls:
+        message = replace(message, content=(message.content or "") + _as_text(message, form), tool_calls=())
     given: dict[str, Any] = {"role": message.role}
     content = message.content
     if message.tool_calls and not content:
@@ -149,6 +153,16 @@ def _message(message: MessageFields, path: str, form: TemplateForm) -> dict[str,
     if message.name:
         given["name"] = message.name
     return given
+
+
+def _as_text(message: MessageFields, form: TemplateForm) -> str:
+    """Return the calls of a message as the model writes them; raises ChatError."""
+    syntax = BY_NAME[form.call_format]
+    calls = []
+    for index, each in enumerate(message.tool_calls):
+        arguments = _arguments(each.arguments, f"tool_calls[{index}].arguments", form)
+        calls.append((each.name, arguments if isinstance(arguments, dict) else {"arguments": arguments}))
+    return written_calls(syntax.ways[syntax.written or 0], calls)
 
 
 def _id(text: str, form: TemplateForm) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,11 +38,18 @@ def template_variables(
     for name in arguments:
         if name in _RESERVED:
             raise ChatError("template_kwargs", f"must not have {name}, which is a field of its own")
+    tools = json_objects(chat.tools, "tools")
+    old = {"functions": json.dumps(tools or [], indent=4, ensure_ascii=False), "datetime": _now()}
     return {
         **special_tokens,
+        **(old if form.old_names else {}),
         **arguments,
         "messages": GivenList(in_form(arranged(chat.messages, form) if placed is None else placed, form)),
-        "tools": json_objects(chat.tools, "tools"),
+        "tools": tools,
         "documents": json_objects(chat.documents, "documents"),
         "add_generation_prompt": chat.adds_generation_prompt,
     }
+
+
+def _now() -> str:
+    return datetime.datetime.now().strftime("%Y-%m-%d %H:%M")

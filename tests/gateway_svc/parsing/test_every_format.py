@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.info import AddedToken, ModelInfo
+from cadenza_common.call_formats.catalog import BY_NAME, FORMATS
+from cadenza_common.call_formats.syntax import Body, CallSyntax
+from cadenza_common.call_formats.writing import written_calls, written_thought
 from gateway_svc.parsing.argument_kinds import kind_of_value
-from gateway_svc.parsing.catalog import BY_NAME, FORMATS
 from gateway_svc.parsing.formats import Formats, find_formats
 from gateway_svc.parsing.names import ReasoningFormat, ToolFormat
 from gateway_svc.parsing.output import Reading
 from gateway_svc.parsing.reasoning import Opening
-from gateway_svc.parsing.syntax import Body, CallSyntax
 from gateway_svc.parsing.thoughts import THOUGHTS, THOUGHTS_BY_NAME
-from gateway_svc.parsing.writing import written_calls, written_thought
 from tests.helpers.models.outputs_in_deltas import Token, deltas, message_of, parse, whole
 
 NAMES = ("get_weather", "f", "a-b")
@@ -89,6 +89,8 @@ def kinds_of_calls(calls: Any) -> dict[str, dict[str, frozenset[str]]]:
 
 def can_be_read(way: CallSyntax, calls: Any) -> bool:
     """Whether calls can be told in this way: bare text has no two types for one argument, nor its own end."""
+    if way.body is Body.TREE:  # what is in others needs a schema, and these texts have none
+        return all(isinstance(value, str) for _, arguments in calls for value in arguments.values())
     if way.body is Body.TAGS:
         return all(len(kinds) == 1 for of in kinds_of_calls(calls).values() for kinds in of.values())
     return True

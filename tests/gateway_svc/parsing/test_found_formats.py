@@ -78,3 +78,19 @@ def test_a_thought_is_known_by_what_the_template_shows_and_by_its_text_and_token
     ids = [found.marker(role).token_id for role in (Role.THOUGHT, Role.THOUGHT_END, Role.CALL, Role.CALL_END)]
     assert ids == [300, 301, 302, None]
     assert find_formats(plain, reasoning="deepseek_r1").always_thinks
+
+
+def test_a_template_that_shows_no_calls_is_given_them_as_text_if_it_says_which():
+    shown = HEAD.replace("{% for m", "List of tools: {% for m") + TAIL
+    info = shown_model(shown)
+    assert find_formats(info).tools == "lfm2"
+    assert info.chat_examples is not None
+    assert "<|tool_call_start|>[qmtool(" in info.chat_examples.call
+    assert find_formats(shown_model(HEAD + TAIL)).tools is None
+
+
+def test_tools_by_their_old_names_are_shown():
+    body = "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %} functools[{\"name\": "
+    body += '"{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}]{% endfor %}{% endfor %}'
+    head = "{% if functions is not defined %}{{ raise_exception('no') }}{% endif %}{{ functions }}{{ datetime }}"
+    assert find_formats(shown_model(head + body)).tools == "firefunction"

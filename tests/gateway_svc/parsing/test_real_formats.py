@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cadenza_common.chat_examples import EXAMPLE_CALLS
+from cadenza_common.call_formats.examples import EXAMPLE_CALLS
 from gateway_svc.parsing.detection import shown_calls
 from gateway_svc.parsing.formats import find_formats
 from tests.helpers import real_files
@@ -27,13 +27,13 @@ FOUND = {
     "Kimi-K2-Instruct": ("kimi_k2", None),
     "Kimi-K2-Thinking": ("kimi_k2", "qwen3"),
     "Kimi-K3": ("kimi_k3", "kimi_k3"),
-    "LFM2-8B-A1B": (None, None),
+    "LFM2-8B-A1B": ("lfm2", None),
     "LFM2.5-8B-A1B": ("lfm2", "qwen3"),
-    "LFM2.5-Instruct": (None, None),
+    "LFM2.5-Instruct": ("lfm2", None),
     "MiMo-VL": ("hermes", None),
     "MiniMax-M1": ("minimax", None),
     "MiniMax-M2": ("minimax_m2", "qwen3"),
-    "MiniMax-M3": (None, "minimax_m3"),
+    "MiniMax-M3": ("minimax_m3", "minimax_m3"),
     "Mistral-Small-3.2-24B-Instruct-2506": ("mistral", None),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("qwen3_coder", "qwen3"),
     "NVIDIA-Nemotron-Nano-v2": ("nemotron", "qwen3"),
@@ -53,11 +53,11 @@ FOUND = {
     "deepseek-ai-DeepSeek-V3.2": ("deepseek_v32", "qwen3"),
     "deepseek-ai-DeepSeek-V4": ("deepseek_v32", "qwen3"),
     "deepseek-ai-DeepSeek-V4-Flash-0731": ("deepseek_v32", "qwen3"),
-    "fireworks-ai-llama-3-firefunction-v2": (None, None),
+    "fireworks-ai-llama-3-firefunction-v2": ("firefunction", None),
     "google-gemma-2-2b-it": (None, None),
     "google-gemma-4-31B-it": ("gemma4", "gemma4"),
     "google-gemma-4-31B-it-interleaved": ("gemma4", "gemma4"),
-    "ibm-granite-granite-3.3-2B-Instruct": (None, "granite"),
+    "ibm-granite-granite-3.3-2B-Instruct": ("granite", "granite"),
     "ibm-granite-granite-4.0": ("hermes", None),
     "ibm-granite-granite-4.1": ("hermes", None),
     "inclusionai-ling-3.0-flash": ("glm45", "qwen3"),

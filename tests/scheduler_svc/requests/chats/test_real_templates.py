@@ -41,10 +41,7 @@ NO_TOOLS = {
 """They never show tools."""
 NO_CALLS = {
     "HuggingFaceTB-SmolLM3-3B",
-    "LFM2-8B-A1B",
-    "LFM2.5-Instruct",
     "google-gemma-2-2b-it",
-    "ibm-granite-granite-3.3-2B-Instruct",
     "llama-cpp-rwkv-world",
     "microsoft-Phi-3.5-mini-instruct",
 }

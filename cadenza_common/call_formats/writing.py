@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway_svc.parsing.literals import holes_filled
-from gateway_svc.parsing.syntax import Body, CallSyntax, ThoughtSyntax
+from cadenza_common.call_formats.syntax import Body, CallSyntax, ThoughtSyntax
 
 WrittenCall = tuple[str, Mapping[str, Any]]
 """The name and the arguments."""
@@ -23,6 +22,13 @@ def written_calls(way: CallSyntax, calls: Sequence[WrittenCall]) -> str:
 def written_thought(syntax: ThoughtSyntax, thought: str) -> str:
     """A thought, and what stands between it and the answer."""
     return f"{syntax.open}{thought}{syntax.close}{syntax.then}"
+
+
+def holes_filled(text: str, values: Mapping[str, str]) -> str:
+    """A literal with values in its holes."""
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text
 
 
 def _call(way: CallSyntax, name: str, arguments: Mapping[str, Any], index: int) -> str:
@@ -42,6 +48,8 @@ def _arguments(way: CallSyntax, arguments: Mapping[str, Any]) -> str:
     if way.body is Body.TYPED:
         quote = way.markers[-1]
         return ",".join(f"{key}:{_typed(value, quote)}" for key, value in arguments.items()) + "}"
+    if way.body is Body.TREE:
+        return "".join(_element(way.markers[0], key, value) for key, value in arguments.items())
     assert way.tags is not None
     return "".join(_tagged(way, key, value) for key, value in arguments.items()) + way.tags.end
 
@@ -60,6 +68,17 @@ def _tagged(way: CallSyntax, key: str, value: Any) -> str:
 
 
 _KINDS = {bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+
+
+def _element(mark: str, name: str, value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        inner = value.items() if isinstance(value, dict) else (("item", each) for each in value)
+        text = "".join(_element(mark, key, each) for key, each in inner)
+    else:
+        text = value if isinstance(value, str) else json.dumps(value)
+        if mark in text:
+            raise ValueError("a text with the marker of tags cannot be written")
+    return f"{mark}<{name}>{text}{mark}</{name}>"
 
 
 def _typed(value: Any, quote: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gateway_svc.parsing.syntax import Body, CallSyntax, Tags, ToolSyntax
+from cadenza_common.call_formats.syntax import Body, CallSyntax, Tags, ToolSyntax
 
 _QWEN_TAGS = Tags("<parameter=", ">\n", "\n</parameter>", end="</function>", is_padded=True)
 _QWEN = CallSyntax(
@@ -210,6 +210,7 @@ FORMATS: tuple[ToolSyntax, ...] = (
                 markers=("<|tool_call_start|>", "<|tool_call_end|>"),
             ),
         ),
+        hint="List of tools: ",
     ),
     ToolSyntax("glm45", "GLM 4.5 to 4.7, Ling 3, Spark 2.5, Laguna", (_glm("\n", "\n"), _glm(""), _glm("\n"))),
     ToolSyntax(
@@ -302,6 +303,19 @@ FORMATS: tuple[ToolSyntax, ...] = (
         ),
     ),
     ToolSyntax(
+        "minimax_m3",
+        "MiniMax M3",
+        (
+            CallSyntax(
+                Body.TREE,
+                section=("]<]minimax[>[<tool_call>\n", "]<]minimax[>[</tool_call>"),
+                call=(']<]minimax[>[<invoke name="', "]<]minimax[>[</invoke>\n"),
+                separator='">',
+                markers=("]<]minimax[>[",),
+            ),
+        ),
+    ),
+    ToolSyntax(
         "gemma4",
         "Gemma 4",
         (
@@ -314,7 +328,12 @@ FORMATS: tuple[ToolSyntax, ...] = (
             ),
         ),
     ),
-    ToolSyntax("granite", "Granite 3.3", (_list("<|tool_call|>", ""), _list("<tool_call>", ""))),
+    ToolSyntax(
+        "granite",
+        "Granite 3.3",
+        (_list("<|tool_call|>", ""), _list("<tool_call>", "")),
+        hint="<|tool_call|> followed by a JSON list",
+    ),
     ToolSyntax("phi4_mini_json", "phi-4", (_list("<|tool_call|>", "<|/tool_call|>"),)),
     ToolSyntax("firefunction", "firefunction v2, phi-4-mini", (_list("functools", "", is_known=True),)),
     ToolSyntax("nemotron", "Nemotron Nano 2", (_list("<TOOLCALL>", "</TOOLCALL>"),)),

@@ -18,6 +18,7 @@ class Body(Enum):
     JSON = "the name, then a JSON object"
     TAGS = "the name, then each argument between tags"
     PYTHON = "the name, then keyword arguments in brackets"
+    TREE = "the name, then an element for each argument, with elements in it"
     TYPED = "the name, then arguments in braces: bare keys, strings between markers"
 
 
@@ -87,6 +88,8 @@ class ToolSyntax:
     """All of them are read; one is written."""
     wrappers: tuple[str, ...] = ()
     """Texts around an answer that are none of it."""
+    hint: str = ""
+    """What templates have that show no calls in histories: such are written there in this format."""
     written: int | None = None
     """The way that models write, whatever templates show."""
     start: str = ""

@@ -30,6 +30,8 @@ class Packages:
     """Requirements for pip."""
     needs_torch: bool = False
     """torch for the CPU, installed first, so that no resolver takes the CUDA build."""
+    alone: tuple[str, ...] = ()
+    """Requirements whose own requirements are not installed."""
 
 
 PYTHON: dict[str, Packages] = {
@@ -39,6 +41,10 @@ PYTHON: dict[str, Packages] = {
     "guidellm": Packages(("guidellm==0.8.1",), needs_torch=True),
     "triton": Packages(("tritonclient[grpc]==2.73.0",)),
     "smg": Packages(("smg==1.13.0",)),
+    "sglang": Packages(
+        ("msgspec", "numpy", "openai", "orjson", "partial-json-parser", "pydantic", "regex"),
+        alone=("sglang==0.5.23",),
+    ),
     "lm-eval": Packages(("lm-eval[api]==0.4.13", "transformers==5.23.0")),
 }
 NODE: tuple[str, ...] = ("ai",)
@@ -105,6 +111,8 @@ def _make_python(name: str) -> None:
         except subprocess.CalledProcessError:
             _run(*pip, *(("--index-url", _TORCH_INDEX) if _TORCH_INDEX else ()), "torch")
     _run(*pip, *packages.python)
+    if packages.alone:
+        _run(*pip, "--no-deps", *packages.alone)
 
 
 def _make_node(name: str) -> None:
@@ -119,7 +127,7 @@ def _make_node(name: str) -> None:
 
 def _python_key(name: str) -> str:
     packages = PYTHON[name]
-    return f"{sys.version_info[:2]} {' '.join(packages.python)} {packages.needs_torch}"
+    return f"{sys.version_info[:2]} {' '.join((*packages.python, *packages.alone))} {packages.needs_torch}"
 
 
 def _node_key(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from cadenza_common.call_formats.syntax import Body, CallSyntax
@@ -12,29 +12,10 @@ from gateway_svc.http.errors import bad_request
 from gateway_svc.parsing.python_call import KEY
 from gateway_svc.requests.tools import Tool
 from gateway_svc.tools.lark import MarkedText, compact_json, literal
+from gateway_svc.tools.object_schemas import CHOICES, UNWRITTEN, ObjectSchema, flat, object_variants, with_any_of
 from gateway_svc.tools.tree_rules import TreeRules
 from gateway_svc.tools.typed_arguments import TypedRules
-from gateway_svc.tools.xml_arguments import XML_KEY, TagRules, argument_schema
-
-_NOTES = frozenset(
-    (
-        "$comment",
-        "$defs",
-        "$id",
-        "$schema",
-        "additionalProperties",
-        "definitions",
-        "deprecated",
-        "description",
-        "examples",
-        "properties",
-        "required",
-        "title",
-        "type",
-    )
-)
-"""What a schema of arguments may have that are written one by one."""
-_CHOICES = ("allOf", "anyOf", "oneOf")
+from gateway_svc.tools.xml_arguments import TAG_KEY, TREE_KEY, TYPED_KEY, TagRules, argument_schema
 
 
 class CallRules:
@@ -81,104 +62,97 @@ class CallRules:
         parameters = self._tool.parameters
         if parameters is None or not self._must_fit:
             return {"type": "object"}
-        return {"type": "object", **parameters}
+        known: dict[str, Any] = with_any_of(parameters, parameters)
+        return {"type": "object", **(flat(known) if known.keys() & UNWRITTEN else known)}
 
-    def _properties(self, key: re.Pattern[str]) -> tuple[Mapping[str, Any], Sequence[str]] | None:
-        """The properties of the schema and which of them are required; None: it names none. Raises ApiError."""
+    def _variants(self, key: re.Pattern[str]) -> list[ObjectSchema]:
+        """The properties of the schema and which of them are required, in each of its choices; raises ApiError."""
         parameters = self._tool.parameters or {}
         if not self._must_fit:
-            names = parameters.get("properties") if isinstance(parameters.get("properties"), dict) else {}
-            known = [name for name in names or {} if key.fullmatch(name)]
-            return (dict.fromkeys(known, True), ()) if known else None
-        schema = merged(parameters)
-        unknown = sorted(name for name in set(schema) - _NOTES if not name.startswith("x-"))
-        if unknown:
-            raise bad_request(f"{self._where}: a call in the model's form cannot keep to {unknown[0][:64]}", "tools")
-        properties, required = schema.get("properties") or {}, schema.get("required") or []
-        for name in [*properties, *required]:
-            if not isinstance(name, str) or key.fullmatch(name) is None or name not in properties:
+            given = parameters.get("properties")
+            return [ObjectSchema({name: True for name in given or {} if key.fullmatch(name)}, frozenset())]
+        try:
+            found = object_variants(parameters, parameters)
+        except ValueError as error:
+            raise bad_request(f"{self._where}: a call in the model's form cannot keep to {error}", "tools") from None
+        for name in (name for each in found for name in (*each.properties, *each.required)):
+            if key.fullmatch(name) is None or any(
+                name not in each.properties for each in found if name in each.required
+            ):
                 message = f"{self._where}: a call in the model's form cannot have the argument {name!a:.64}"
                 raise bad_request(message, "tools")
-        return (properties, required) if "properties" in schema else None
+        return found
+
+    def _alternatives(
+        self,
+        key: re.Pattern[str],
+        write: Callable[[str, str, Any], list[str]],
+        join: Callable[[ObjectSchema, str], str],
+    ) -> list[str]:
+        """The rules of all choices; write: those of an argument, by its rule's number, name and schema."""
+        rules, calls = [], []
+        for number, each in enumerate(self._variants(key)):
+            prefix = f"{self._index}_{number}" if number else str(self._index)
+            for place, (name, schema) in enumerate(each.properties.items()):
+                try:
+                    rules += write(f"{prefix}_{place}", name, schema)
+                except ValueError as error:
+                    raise bad_request(f"{self._where}: the argument {name!a:.64} {error}", "tools") from None
+            calls.append(join(each, prefix))
+        return [*rules, f"args_{self._index}: {' | '.join(calls)}"]
 
     def _tags(self) -> list[str]:
         """A tag for each argument, in the order of the properties; any ones where the schema names none."""
         assert self._way.tags is not None
-        tags = TagRules(self._way.tags, self._marked)
-        found = self._properties(XML_KEY) if self._must_fit else None
-        end = self._way.tags.end
-        if found is None:
+        tags, end = TagRules(self._way.tags, self._marked), self._way.tags.end
+        root = self._tool.parameters or {}
+        if not self._must_fit or ("properties" not in root and not root.keys() & CHOICES):
             return [*tags.any_arguments(self._index), self._call(f"args_{self._index}*", end)]
-        properties, required = found
-        rules: list[str] = []
-        for name, rule in self._written(properties, tags):
-            rules += rule
-            del name
-        rest = [
-            f"args_{self._index}_{place}" + ("" if name in required else "?") for place, name in enumerate(properties)
-        ]
-        return [*rules, self._call(" ".join(rest), end)]
-
-    def _written(self, properties: Mapping[str, Any], tags: TagRules) -> Iterator[tuple[str, list[str]]]:
-        for place, (name, value) in enumerate(properties.items()):
-            try:
-                yield name, tags.argument(f"{self._index}_{place}", name, value, self._tool.parameters or {})
-            except ValueError as error:
-                raise bad_request(f"{self._where}: the argument {name!a:.64} {error}", "tools") from None
+        arguments = self._alternatives(
+            TAG_KEY, lambda number, name, value: tags.argument(number, name, value, root), _one_by_one
+        )
+        return [*arguments, self._call(f"args_{self._index}", end)]
 
     def _python(self) -> list[str]:
         """name(key=value, …): the properties in their order, those that are not required may be left out."""
-        properties, required = self._properties(KEY) or ({}, ())
-        rules = []
-        for place, (name, value) in enumerate(properties.items()):
+        root = self._tool.parameters or {}
+
+        def write(number: str, name: str, value: Any) -> list[str]:
             value = value if isinstance(value, dict) else {} if value is True else {"not": {}}
-            own = compact_json(argument_schema(value, self._tool.parameters or {}))
-            rules.append(f"args_{self._index}_{place}: {literal(name + '=')} {own}")
-        return [*rules, self._call(comma_separated(self._index, list(properties), set(required)), ")")]
+            return [f"args_{number}: {literal(name + '=')} {compact_json(argument_schema(value, root))}"]
+
+        return [*self._alternatives(KEY, write, comma_separated), self._call(f"args_{self._index}", ")")]
 
     def _tree(self) -> list[str]:
         """An element for each argument, in the order of the properties."""
-        properties, required = self._properties(XML_KEY) or ({}, ())
         tree = TreeRules(self._way, self._marked, self._tool.parameters or {}, self._index)
-        parts = []
-        for name, value in properties.items():
-            try:
-                parts.append(f"({tree.element(name, value)}){'' if name in required else '?'}")
-            except ValueError as error:
-                raise bad_request(f"{self._where}: the argument {name!a:.64} {error}", "tools") from None
-        arguments = f"args_{self._index}"
-        return [*tree.rules, f"{arguments}: {' '.join(parts)}", self._call(arguments)]
+        rules = self._alternatives(
+            TREE_KEY, lambda number, name, value: [f"args_{number}: {tree.element(name, value)}"], _one_by_one
+        )
+        return [*tree.rules, *rules, self._call(f"args_{self._index}")]
 
     def _typed(self) -> list[str]:
         """name{key:value,…}, with values in the format's own form."""
-        properties, required = self._properties(XML_KEY) or ({}, ())
         typed = TypedRules(self._way, self._marked, self._tool.parameters or {}, self._index)
-        rules = []
-        for place, (name, value) in enumerate(properties.items()):
-            try:
-                rules.append(f"args_{self._index}_{place}: {literal(name + ':')} {typed.value(value)}")
-            except ValueError as error:
-                raise bad_request(f"{self._where}: the argument {name!a:.64} {error}", "tools") from None
-        arguments = comma_separated(self._index, list(properties), set(required), ",")
-        return [*rules, *typed.rules, self._call(arguments, "}")]
+        rules = self._alternatives(
+            TYPED_KEY,
+            lambda number, name, value: [f"args_{number}: {literal(name + ':')} {typed.value(value)}"],
+            lambda each, prefix: comma_separated(each, prefix, ","),
+        )
+        return [*rules, *typed.rules, self._call(f"args_{self._index}", "}")]
 
 
-def merged(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of an object whose choices are taken in where there is one, or where they only say what is required."""
-    found = dict(schema)
-    for name in _CHOICES:
-        options = found.get(name)
-        if not isinstance(options, list) or not all(isinstance(each, Mapping) for each in options):
-            continue
-        if len(options) == 1 and not (set(options[0]) & set(found) - {"type", "description", "title"}):
-            del found[name]
-            found |= {key: value for key, value in options[0].items() if key not in found}
-    return found
+def _one_by_one(schema: ObjectSchema, prefix: str) -> str:
+    return " ".join(
+        f"args_{prefix}_{place}" + ("" if name in schema.required else "?")
+        for place, name in enumerate(schema.properties)
+    )
 
 
-def comma_separated(index: int, names: Sequence[str], required: set[str], comma: str = ", ") -> str:
+def comma_separated(schema: ObjectSchema, prefix: str, comma: str = ", ") -> str:
     """A rule for the arguments: the required ones, any of the others, and commas between them."""
-    rest = [f"args_{index}_{place}" for place in range(len(names))]
+    names, required = list(schema.properties), schema.required
+    rest = [f"args_{prefix}_{place}" for place in range(len(names))]
     between = literal(comma)
 
     def behind(place: int) -> str:

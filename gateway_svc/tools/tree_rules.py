@@ -8,11 +8,25 @@ from typing import Any
 from cadenza_common.call_formats.syntax import CallSyntax
 from gateway_svc.parsing.argument_kinds import kinds_of, resolved
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal
-from gateway_svc.tools.xml_arguments import XML_KEY, argument_schema, string_expressions
+from gateway_svc.tools.xml_arguments import TREE_KEY, argument_schema, string_expressions, told
 
 _MAX_DEPTH = 8
 _OF_OBJECTS = frozenset(("properties", "required", "additionalProperties", "$defs", "definitions"))
-_NOTES = frozenset(("type", "title", "description", "default", "examples", "deprecated", "$comment", "format", "items"))
+_NOTES = frozenset(
+    (
+        "type",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "$comment",
+        "$schema",
+        "$id",
+        "format",
+        "items",
+    )
+)
 
 
 class TreeRules:
@@ -29,7 +43,7 @@ class TreeRules:
 
     def element(self, name: str, schema: Any, depth: int = 0) -> str:
         """A rule of an element; raises ValueError for a schema that it cannot keep to."""
-        if XML_KEY.fullmatch(name) is None:
+        if TREE_KEY.fullmatch(name) is None:
             raise ValueError("has a name that its form cannot have")
         return f"{self._mark} {literal(f'<{name}>')} {self._content(schema, depth)} {literal(f'</{name}>')}"
 
@@ -63,7 +77,7 @@ class TreeRules:
                 raise ValueError("has a schema with a number of items, to which its form cannot keep")
             return f"({item}){'+' if schema.get('minItems') else '*'} {self._mark}"
         if kind == "object":
-            if unknown := sorted(schema.keys() - _OF_OBJECTS - _NOTES):
+            if unknown := sorted(told(schema) - _OF_OBJECTS - _NOTES):
                 raise ValueError(f"has a schema with {unknown[0]}, to which its form cannot keep")
             required = schema.get("required") or ()
             parts = [

@@ -8,12 +8,14 @@ from typing import Any
 from cadenza_common.call_formats.syntax import CallSyntax
 from gateway_svc.parsing.argument_kinds import kinds_of, resolved
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal
-from gateway_svc.tools.xml_arguments import XML_KEY, argument_schema, string_expressions
+from gateway_svc.tools.xml_arguments import TYPED_KEY, argument_schema, string_expressions, told
 
 _MAX_DEPTH = 8
 _OF_OBJECTS = frozenset(("properties", "required", "additionalProperties", "$defs", "definitions"))
 _OF_LISTS = frozenset(("items", "minItems", "maxItems"))
-_NOTES = frozenset(("type", "title", "description", "default", "examples", "deprecated", "$comment", "format"))
+_NOTES = frozenset(
+    ("type", "title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id", "format")
+)
 
 
 class TypedRules:
@@ -71,7 +73,7 @@ class TypedRules:
         return compact_json(argument_schema({**schema, "type": kind}, self._root))
 
     def _check(self, schema: Mapping[str, Any], known: frozenset[str]) -> None:
-        if unknown := sorted(schema.keys() - known - _NOTES - {"enum"}):
+        if unknown := sorted(told(schema) - known - _NOTES - {"enum"}):
             raise ValueError(f"has a schema with {unknown[0]}, to which its form cannot keep")
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:
@@ -80,7 +82,7 @@ class TypedRules:
         if not properties:
             value = self._any()
             return f'"{{" (/[^:,{{}}\\[\\]]+:/ {value} ("," /[^:,{{}}\\[\\]]+:/ {value})*)? "}}"'
-        if any(XML_KEY.fullmatch(name) is None for name in properties):
+        if any(TYPED_KEY.fullmatch(name) is None for name in properties):
             raise ValueError("has a name that its form cannot have")
         parts, is_first = [], True
         for name in sorted(properties, key=lambda each: each not in required):

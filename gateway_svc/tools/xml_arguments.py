@@ -15,7 +15,10 @@ from gateway_svc.parsing.argument_kinds import TEXT, Kinds, kinds_of, resolved
 from gateway_svc.requests.tools import Tool
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal, text_without
 
-XML_KEY = re.compile(r"[^\s<>\"{}\[\],:=]{1,128}")
+TAG_KEY = re.compile(r"[^\s<>\"]{1,128}")
+TREE_KEY = re.compile(r"[^\s<>/\"]{1,128}")
+TYPED_KEY = re.compile(r"[^\s<>\"{}\[\],:]{1,128}")
+"""Names of arguments, as tags, elements and typed values can have them."""
 _NOTES = frozenset(
     ("title", "description", "default", "examples", "deprecated", "$comment", "format", "$schema", "$id")
 )
@@ -174,6 +177,11 @@ class TagRules:
         return f"QUOTED_{number}: {' & '.join(parts)} & ~/{ANY_TEXT}{quote}{ANY_TEXT}{quote}{ANY_TEXT}/"
 
 
+def told(schema: Mapping[str, Any]) -> set[str]:
+    """The keys of a schema that may constrain."""
+    return {key for key in schema if not key.startswith("x-")}
+
+
 def _values(schema: Mapping[str, Any]) -> list[Any] | None:
     found = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return found if isinstance(found, list) else None
@@ -182,7 +190,7 @@ def _values(schema: Mapping[str, Any]) -> list[Any] | None:
 def _is_of_strings(schema: Any, kinds: Kinds) -> bool:
     """Whether all that a schema says of strings can be kept to."""
     known = _NOTES | _OF_STRINGS | {"type"} | (_OF_OTHERS if kinds - TEXT else set())
-    return schema is True or not schema.keys() - known
+    return schema is True or not told(schema) - known
 
 
 def string_expressions(schema: Mapping[str, Any]) -> list[str]:

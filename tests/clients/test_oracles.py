@@ -1,4 +1,4 @@
-"""Parsers of others read what our formats write: SGLang's, from its package. Where they differ, the template decides."""
+"""SGLang's parsers, from its package, read what our formats write. Where they differ, the template decides."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cadenza_common.call_formats.catalog import FORMATS
+from cadenza_common.call_formats.thoughts import THOUGHTS
 from cadenza_common.call_formats.writing import written_calls
 from gateway_svc.fields.field import Field, Use
 from gateway_svc.fields.tables import APIS
-from gateway_svc.parsing.thoughts import THOUGHTS
 
 PAGE = Path(__file__).with_name("openai.md")
 

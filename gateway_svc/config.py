@@ -8,11 +8,11 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza.credentials import is_loopback
+from cadenza_common.call_formats.names import ReasoningOption, ToolOption
 from cadenza_common.serving.stop_signals import DRAIN_TIMEOUT_S
 from cadenza_common.settings.help import about
 from cadenza_common.settings.service import Settings, split_list
 from cadenza_common.wire.transport import SCHEDULER_PORT, parse_address
-from gateway_svc.parsing.names import ReasoningOption, ToolOption
 
 HTTP_PORT = 8000
 KSERVE_PORT = 8001

@@ -5,137 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cadenza_common.call_formats.syntax import Body, CallSyntax, Tags, ToolSyntax
-
-_QWEN_TAGS = Tags("<parameter=", ">\n", "\n</parameter>", end="</function>", is_padded=True)
-_QWEN = CallSyntax(
-    Body.TAGS,
-    call=("<tool_call>\n<function=", "\n</tool_call>"),
-    separator=">\n",
-    between="\n",
-    tags=_QWEN_TAGS,
-    markers=("<tool_call>", "</tool_call>"),
-    bare="<function=",
-)
-_OBJECTS = CallSyntax(
-    Body.OBJECT, call=("<tool_call>\n", "\n</tool_call>"), between="\n", markers=("<tool_call>", "</tool_call>")
-)
-_MISTRAL = CallSyntax(Body.JSON, call=("[TOOL_CALLS]", ""), separator="[ARGS]", markers=("[TOOL_CALLS]", "[ARGS]"))
-
-
-def _list(opening: str, closing: str, *, space: str = "", id_form: str = "", **others: object) -> CallSyntax:
-    """A list of objects between two markers."""
-    markers = tuple(text for text in (opening, closing) if text)
-    way = CallSyntax(
-        Body.OBJECT,
-        section=(f"{opening}{space}[", f"]{closing}"),
-        between=", ",
-        markers=markers,
-        id_form=id_form,
-    )
-    return replace(way, **others)  # type: ignore[arg-type]
-
-
-def _deepseek(separator: str, closing: str, opening: str = "") -> CallSyntax:
-    return CallSyntax(
-        Body.JSON,
-        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-        call=(f"<｜tool▁call▁begin｜>{opening}", f"{closing}<｜tool▁call▁end｜>"),
-        separator=separator,
-        between="\n" if closing else "",
-        markers=(
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁call▁end｜>",
-            "<｜tool▁sep｜>",
-        ),
-    )
-
-
-def _dsml(section: str) -> CallSyntax:
-    tags = Tags(
-        '<｜DSML｜parameter name="',
-        '" string="{type}">',
-        "</｜DSML｜parameter>",
-        end="</｜DSML｜invoke>",
-        types=("true", "false"),
-    )
-    return CallSyntax(
-        Body.TAGS,
-        section=(f"<｜DSML｜{section}>\n", f"\n</｜DSML｜{section}>"),
-        call=('<｜DSML｜invoke name="', ""),
-        separator='">\n',
-        between="\n",
-        tags=tags,
-        markers=("｜DSML｜",),
-    )
-
-
-def _glm(line: str, key_close: str = "", suffix: str = "") -> CallSyntax:
-    """Keys and values between tags; line: what breaks lines."""
-    names = ("tool_call", "arg_key", "arg_value")
-    opening = {name: f"<{name}{suffix}>" for name in names}
-    closing = {name: f"</{name}{suffix}>" for name in names}
-    tags = Tags(
-        opening["arg_key"],
-        f"{closing['arg_key']}{key_close}{opening['arg_value']}",
-        closing["arg_value"],
-        behind=line,
-    )
-    return CallSyntax(
-        Body.TAGS,
-        call=(opening["tool_call"], closing["tool_call"]),
-        separator=line,
-        between=line,
-        tags=tags,
-        markers=(*(text for name in names for text in (opening[name], closing[name])),),
-    )
-
-
-def _harmony(head: str, separator: str) -> CallSyntax:
-    return CallSyntax(
-        Body.JSON,
-        call=(head, "<|call|>"),
-        separator=separator,
-        markers=("<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|constrain|>", "<|end|>", "<|return|>"),
-        name=r"[\w./-]+",
-    )
-
-
-def _muse(head: str) -> CallSyntax:
-    return CallSyntax(
-        Body.TAGS,
-        section=(f"{head}<atem:function_calls>\n", "\n</atem:function_calls>"),
-        call=('<atem:invoke name="', ""),
-        separator='">\n',
-        between="\n",
-        tags=Tags('<atem:parameter name="', '">', "</atem:parameter>", end="</atem:invoke>"),
-        markers=("<atem:function_calls>", "</atem:function_calls>", *(("<|message|>",) if head else ())),
-    )
-
-
-_HY_TOKENS = ":opensource"
-_HUNYUAN = replace(
-    _glm("\n", "\n", _HY_TOKENS),
-    section=(f"<tool_calls{_HY_TOKENS}>\n", f"\n</tool_calls{_HY_TOKENS}>"),
-    separator=f"<tool_sep{_HY_TOKENS}>\n",
-    markers=(
-        f"<tool_calls{_HY_TOKENS}>",
-        f"</tool_calls{_HY_TOKENS}>",
-        f"<tool_sep{_HY_TOKENS}>",
-        *_glm("\n", "\n", _HY_TOKENS).markers,
-    ),
+from cadenza_common.call_formats.ways import (
+    HUNYUAN,
+    MISTRAL,
+    OBJECTS,
+    QWEN,
+    deepseek_way,
+    dsml_way,
+    glm_way,
+    harmony_way,
+    list_way,
+    muse_way,
 )
 
 FORMATS: tuple[ToolSyntax, ...] = (
-    ToolSyntax("hermes", "Hermes, Qwen 2.5 and 3, Granite 4, SmolLM3, Bielik, MiMo, Reka", (_OBJECTS,)),
-    ToolSyntax("qwen3_coder", "Qwen3-Coder, Qwen 3.5, Nemotron 3 Nano, Step 3.5", (_QWEN,)),
+    ToolSyntax("hermes", "Hermes, Qwen 2.5 and 3, Granite 4, SmolLM3, Bielik, MiMo, Reka", (OBJECTS,)),
+    ToolSyntax("qwen3_coder", "Qwen3-Coder, Qwen 3.5, Nemotron 3 Nano, Step 3.5", (QWEN,)),
     ToolSyntax(
         "seed_oss",
         "Seed-OSS",
         (
             replace(
-                _QWEN,
+                QWEN,
                 call=("<seed:tool_call>\n<function=", "\n</seed:tool_call>"),
                 separator=">\n",
                 tags=Tags("<parameter=", ">", "</parameter>", end="</function>"),
@@ -147,15 +38,15 @@ FORMATS: tuple[ToolSyntax, ...] = (
         "mistral",
         "Mistral, Ministral, Devstral",
         (
-            _MISTRAL,
+            MISTRAL,
             replace(
-                _MISTRAL,
+                MISTRAL,
                 separator="[CALL_ID]{id}[ARGS]",
                 markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
                 id_form="abcdefgh{index}",
             ),
-            _list("[TOOL_CALLS]", ""),
-            replace(_MISTRAL, separator="", markers=("[TOOL_CALLS]",)),
+            list_way("[TOOL_CALLS]", ""),
+            replace(MISTRAL, separator="", markers=("[TOOL_CALLS]",)),
         ),
     ),
     ToolSyntax(
@@ -212,14 +103,14 @@ FORMATS: tuple[ToolSyntax, ...] = (
         ),
         hint="List of tools: ",
     ),
-    ToolSyntax("glm45", "GLM 4.5 to 4.7, Ling 3, Spark 2.5, Laguna", (_glm("\n", "\n"), _glm(""), _glm("\n"))),
+    ToolSyntax("glm45", "GLM 4.5 to 4.7, Ling 3, Spark 2.5, Laguna", (glm_way("\n", "\n"), glm_way(""), glm_way("\n"))),
     ToolSyntax(
         "deepseek_v3",
         "DeepSeek R1, V3",
-        (_deepseek("\n```json\n", "\n```", "function<｜tool▁sep｜>"),),
+        (deepseek_way("\n```json\n", "\n```", "function<｜tool▁sep｜>"),),
     ),
-    ToolSyntax("deepseek_v31", "DeepSeek V3.1", (_deepseek("<｜tool▁sep｜>", ""),)),
-    ToolSyntax("deepseek_v32", "DeepSeek V3.2, V4", (_dsml("function_calls"), _dsml("tool_calls"))),
+    ToolSyntax("deepseek_v31", "DeepSeek V3.1", (deepseek_way("<｜tool▁sep｜>", ""),)),
+    ToolSyntax("deepseek_v32", "DeepSeek V3.2, V4", (dsml_way("function_calls"), dsml_way("tool_calls"))),
     ToolSyntax(
         "kimi_k2",
         "Kimi K2",
@@ -265,13 +156,13 @@ FORMATS: tuple[ToolSyntax, ...] = (
         "openai",
         "gpt-oss (harmony)",
         (
-            _harmony("<|start|>assistant to=functions.", "<|channel|>commentary json<|message|>"),
-            _harmony("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
-            _harmony("<|channel|>commentary to=functions.", " json<|message|>"),
-            _harmony("<|channel|>commentary to=functions.", "<|message|>"),
-            _harmony("<|start|>assistant to=functions.", "<|channel|>commentary <|constrain|>json<|message|>"),
-            replace(_harmony(" to=functions.", "<|channel|>commentary json<|message|>"), is_known=True),
-            replace(_harmony(" to=functions.", "<|channel|>commentary <|constrain|>json<|message|>"), is_known=True),
+            harmony_way("<|start|>assistant to=functions.", "<|channel|>commentary json<|message|>"),
+            harmony_way("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
+            harmony_way("<|channel|>commentary to=functions.", " json<|message|>"),
+            harmony_way("<|channel|>commentary to=functions.", "<|message|>"),
+            harmony_way("<|start|>assistant to=functions.", "<|channel|>commentary <|constrain|>json<|message|>"),
+            replace(harmony_way(" to=functions.", "<|channel|>commentary json<|message|>"), is_known=True),
+            replace(harmony_way(" to=functions.", "<|channel|>commentary <|constrain|>json<|message|>"), is_known=True),
         ),
         written=1,
     ),
@@ -331,12 +222,12 @@ FORMATS: tuple[ToolSyntax, ...] = (
     ToolSyntax(
         "granite",
         "Granite 3.3",
-        (_list("<|tool_call|>", ""), _list("<tool_call>", "")),
+        (list_way("<|tool_call|>", ""), list_way("<tool_call>", "")),
         hint="<|tool_call|> followed by a JSON list",
     ),
-    ToolSyntax("phi4_mini_json", "phi-4", (_list("<|tool_call|>", "<|/tool_call|>"),)),
-    ToolSyntax("firefunction", "firefunction v2, phi-4-mini", (_list("functools", "", is_known=True),)),
-    ToolSyntax("nemotron", "Nemotron Nano 2", (_list("<TOOLCALL>", "</TOOLCALL>"),)),
+    ToolSyntax("phi4_mini_json", "phi-4", (list_way("<|tool_call|>", "<|/tool_call|>"),)),
+    ToolSyntax("firefunction", "firefunction v2, phi-4-mini", (list_way("functools", "", is_known=True),)),
+    ToolSyntax("nemotron", "Nemotron Nano 2", (list_way("<TOOLCALL>", "</TOOLCALL>"),)),
     ToolSyntax(
         "apertus",
         "Apertus",
@@ -351,14 +242,14 @@ FORMATS: tuple[ToolSyntax, ...] = (
             ),
         ),
     ),
-    ToolSyntax("apriel", "Apriel, Hunyuan A13B", (_list("<tool_calls>", "</tool_calls>", id_form="{index}"),)),
-    ToolSyntax("hunyuan", "Hunyuan 3", (_HUNYUAN,)),
+    ToolSyntax("apriel", "Apriel, Hunyuan A13B", (list_way("<tool_calls>", "</tool_calls>", id_form="{index}"),)),
+    ToolSyntax("hunyuan", "Hunyuan 3", (HUNYUAN,)),
     ToolSyntax(
         "cohere",
         "Command R7B, Command A, Cohere 2",
         (
             replace(
-                _list("<|START_ACTION|>", "<|END_ACTION|>"),
+                list_way("<|START_ACTION|>", "<|END_ACTION|>"),
                 section=("<|START_ACTION|>[\n    ", "\n]<|END_ACTION|>"),
                 between=",\n    ",
                 keys=("tool_name", "parameters"),
@@ -370,7 +261,7 @@ FORMATS: tuple[ToolSyntax, ...] = (
         "Command R and R+",
         (
             replace(
-                _list("Action:", "```"),
+                list_way("Action:", "```"),
                 section=("Action:\n```json\n[\n    ", "\n]\n```"),
                 between=",\n    ",
                 keys=("tool_name", "parameters"),
@@ -448,6 +339,6 @@ FORMATS: tuple[ToolSyntax, ...] = (
             ),
         ),
     ),
-    ToolSyntax("muse", "Muse", (_muse(" to={name}<|message|>"), _muse(""))),
+    ToolSyntax("muse", "Muse", (muse_way(" to={name}<|message|>"), muse_way(""))),
 )
 BY_NAME = {each.name: each for each in FORMATS}

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cadenza_common.call_formats.syntax import Body, CallSyntax, ToolSyntax
+from gateway_svc.parsing.arguments.readers import CallArgumentsReader, JsonArguments, ObjectCall, PythonCall
+from gateway_svc.parsing.arguments.tagged import ArgumentKinds, TagArguments, TagSyntax
+from gateway_svc.parsing.arguments.tree import TreeArguments
 from gateway_svc.parsing.call_json import MAX_NAME
 from gateway_svc.parsing.calls import CLOSING, AnswerBuilder
 from gateway_svc.parsing.literals import FAIL, MORE, Codes, Literal, keyed
 from gateway_svc.parsing.parts import Mark, Marker, Part, Piece
-from gateway_svc.parsing.tagged import ArgumentKinds, TagArguments, TagSyntax
-from gateway_svc.parsing.tree import TreeArguments
-from gateway_svc.parsing.written_arguments import CallArgumentsReader, JsonArguments, ObjectCall, PythonCall
 
 
 class _CallState(Enum):

@@ -17,15 +17,15 @@ from cadenza_common.call_formats.examples import (
     EXAMPLE_TOOLS,
     EXAMPLE_USER,
 )
+from cadenza_common.call_formats.names import ReasoningFormat, ToolFormat
 from cadenza_common.call_formats.syntax import CallSyntax, ThoughtSyntax, ToolSyntax
+from cadenza_common.call_formats.thoughts import THOUGHTS
 from gateway_svc.parsing.call_reader import CallReader
 from gateway_svc.parsing.composing import MarkJoiner
 from gateway_svc.parsing.markers import pieces_and_composed, tool_roles
 from gateway_svc.parsing.message import Message
-from gateway_svc.parsing.names import ReasoningFormat, ToolFormat
 from gateway_svc.parsing.parts import Marker
 from gateway_svc.parsing.pieces import PieceReader
-from gateway_svc.parsing.thoughts import THOUGHTS
 
 _MARKS = [arguments["qmname"] for _, arguments in EXAMPLE_CALLS]
 _KINDS = {

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from cadenza.info import ModelInfo
 from cadenza_common.call_formats.catalog import BY_NAME
+from cadenza_common.call_formats.names import ReasoningFormat, ReasoningOption, ToolFormat, ToolOption
 from cadenza_common.call_formats.syntax import CallSyntax, ThoughtSyntax, ToolSyntax
+from cadenza_common.call_formats.thoughts import THOUGHTS_BY_NAME
 from gateway_svc.parsing.detection import detect_reasoning, detect_tools, way_of
 from gateway_svc.parsing.markers import thought_markers, tool_markers
-from gateway_svc.parsing.names import ReasoningFormat, ReasoningOption, ToolFormat, ToolOption
 from gateway_svc.parsing.parts import Marker, Role
-from gateway_svc.parsing.thoughts import THOUGHTS_BY_NAME
 
 _LOG = logging.getLogger(__name__)
 

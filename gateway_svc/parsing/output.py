@@ -8,6 +8,7 @@ from itertools import groupby
 
 from cadenza.outputs import CompletionOutput
 from gateway_svc.parsing.answer_frame import AnswerFrame
+from gateway_svc.parsing.arguments.tagged import ArgumentKinds
 from gateway_svc.parsing.call_reader import CallReader
 from gateway_svc.parsing.calls import shown_of
 from gateway_svc.parsing.composing import MarkJoiner
@@ -18,7 +19,6 @@ from gateway_svc.parsing.open_thought import OpenThought
 from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Mark, Marker, Part, Piece, Role, Thought
 from gateway_svc.parsing.pieces import PieceReader
 from gateway_svc.parsing.reasoning import Opening, ReasoningSplitter, opening_of_ids
-from gateway_svc.parsing.tagged import ArgumentKinds
 from gateway_svc.parsing.token_owners import TokenOwners
 
 

@@ -13,12 +13,12 @@ from aiohttp import web
 
 from cadenza.errors import CadenzaError
 from cadenza.info import ModelInfo
+from cadenza_common.call_formats.names import ReasoningOption, ToolOption
 from gateway_svc.http.errors import ApiError
 from gateway_svc.http.reading import PAYER, api_key, read_body
 from gateway_svc.metrics import metrics_text
 from gateway_svc.models import Chosen, Names
 from gateway_svc.parsing.formats import KnownFormats
-from gateway_svc.parsing.names import ReasoningOption, ToolOption
 from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.scheduler.link import SchedulerLink
 from gateway_svc.several.link import LinkToAll

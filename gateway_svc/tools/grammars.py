@@ -18,6 +18,8 @@ from gateway_svc.requests.tools import ToolUse
 from gateway_svc.tools.call_rules import CallRules
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, text_without
 
+_OF_TOOL = re.compile(r"(?:args|VALUE|QUOTED|STRING|TEXT|any)_(\d+)")
+"""A rule of a tool's."""
 _SPACE = r"SPACE: /\n{0,2}/"
 """Behind a thought, where models break the line."""
 

@@ -12,21 +12,7 @@ from gateway_svc.tools.xml_arguments import TREE_KEY, argument_schema, string_ex
 
 _MAX_DEPTH = 8
 _OF_OBJECTS = frozenset(("properties", "required", "additionalProperties", "$defs", "definitions"))
-_NOTES = frozenset(
-    (
-        "type",
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "$comment",
-        "$schema",
-        "$id",
-        "format",
-        "items",
-    )
-)
+_NOTES = frozenset("type title description default examples deprecated $comment $schema $id format items".split())
 
 
 class TreeRules:

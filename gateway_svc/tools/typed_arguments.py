@@ -13,9 +13,7 @@ from gateway_svc.tools.xml_arguments import TYPED_KEY, argument_schema, string_e
 _MAX_DEPTH = 8
 _OF_OBJECTS = frozenset(("properties", "required", "additionalProperties", "$defs", "definitions"))
 _OF_LISTS = frozenset(("items", "minItems", "maxItems"))
-_NOTES = frozenset(
-    ("type", "title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id", "format")
-)
+_NOTES = frozenset("type title description default examples deprecated $comment $schema $id format".split())
 
 
 class TypedRules:

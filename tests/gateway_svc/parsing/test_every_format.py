@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from cadenza.info import AddedToken, ModelInfo
 from cadenza_common.call_formats.catalog import BY_NAME, FORMATS
+from cadenza_common.call_formats.names import ReasoningFormat, ToolFormat
 from cadenza_common.call_formats.syntax import Body, CallSyntax
+from cadenza_common.call_formats.thoughts import THOUGHTS, THOUGHTS_BY_NAME
 from cadenza_common.call_formats.writing import written_calls, written_thought
 from gateway_svc.parsing.argument_kinds import kind_of_value
 from gateway_svc.parsing.formats import Formats, find_formats
-from gateway_svc.parsing.names import ReasoningFormat, ToolFormat
 from gateway_svc.parsing.output import Reading
 from gateway_svc.parsing.reasoning import Opening
-from gateway_svc.parsing.thoughts import THOUGHTS, THOUGHTS_BY_NAME
 from tests.helpers.models.outputs_in_deltas import Token, deltas, message_of, parse, whole
 
 NAMES = ("get_weather", "f", "a-b")

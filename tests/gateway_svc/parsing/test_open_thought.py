@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cadenza.outputs import CompletionOutput
+from cadenza_common.call_formats.names import ToolFormat
 from gateway_svc.parsing.formats import Formats
-from gateway_svc.parsing.names import ToolFormat
 from gateway_svc.parsing.output import Message, OutputParser, Reading
 from gateway_svc.parsing.parts import Marker, Role
 from gateway_svc.parsing.reasoning import Opening

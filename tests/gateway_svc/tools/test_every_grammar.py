@@ -12,11 +12,11 @@ from transformers import AddedToken as HfToken
 
 from cadenza.info import AddedToken, ModelInfo
 from cadenza_common.call_formats.catalog import BY_NAME, FORMATS
+from cadenza_common.call_formats.thoughts import THOUGHTS, THOUGHTS_BY_NAME
 from cadenza_common.call_formats.writing import written_calls, written_thought
 from gateway_svc.parsing.formats import Formats, find_formats
 from gateway_svc.parsing.output import Reading, read_output
 from gateway_svc.parsing.reasoning import Opening
-from gateway_svc.parsing.thoughts import THOUGHTS, THOUGHTS_BY_NAME
 from gateway_svc.requests.tools import Tool, ToolUse
 from gateway_svc.tools.grammars import grammar_of
 from gateway_svc.tools.xml_arguments import argument_kinds

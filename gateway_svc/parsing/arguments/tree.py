@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway_svc.parsing.argument_kinds import TEXT, Kinds, fits
+from gateway_svc.parsing.arguments.tagged import ArgumentKinds
 from gateway_svc.parsing.literals import Codes
-from gateway_svc.parsing.tagged import ArgumentKinds
 
 _TAG = re.compile(r"<(/?)([^<>\s/][^<>]*)>")
 ITEM = "item"

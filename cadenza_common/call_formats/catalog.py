@@ -340,5 +340,56 @@ FORMATS: tuple[ToolSyntax, ...] = (
         ),
     ),
     ToolSyntax("muse", "Muse", (muse_way(" to={name}<|message|>"), muse_way(""))),
+    ToolSyntax(
+        "functiongemma",
+        "FunctionGemma",
+        (
+            CallSyntax(
+                Body.TYPED,
+                call=("<start_function_call>call:", "<end_function_call>"),
+                separator="{",
+                markers=("<start_function_call>", "<end_function_call>", "<escape>"),
+                name=r"[\w./-]+",
+            ),
+        ),
+    ),
+    ToolSyntax(
+        "internlm",
+        "InternLM 2.5 and 3",
+        (
+            CallSyntax(
+                Body.OBJECT,
+                call=("<|action_start|><|plugin|>\n", "\n<|action_end|>"),
+                keys=("name", "parameters"),
+                between="\n",
+                markers=("<|action_start|>", "<|action_end|>", "<|plugin|>"),
+            ),
+        ),
+    ),
+    ToolSyntax(
+        "longcat",
+        "LongCat",
+        (
+            CallSyntax(
+                Body.OBJECT,
+                call=("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
+                between="\n",
+                markers=("<longcat_tool_call>", "</longcat_tool_call>"),
+            ),
+        ),
+    ),
+    ToolSyntax(
+        "olmo3",
+        "OLMo 3",
+        (
+            CallSyntax(
+                Body.PYTHON,
+                section=("<function_calls>", "</function_calls>"),
+                separator="(",
+                between="\n",
+                markers=("<function_calls>", "</function_calls>"),
+            ),
+        ),
+    ),
 )
 BY_NAME = {each.name: each for each in FORMATS}

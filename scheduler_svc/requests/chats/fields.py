@@ -117,6 +117,8 @@ class TemplateForm:
     """Whether turns of the user that follow each other are one."""
     short_ids: bool = False
     """Whether ids of calls are nine letters and digits."""
+    named_ids: bool = False
+    """Whether ids of calls are `functions.NAME:INDEX`, as Kimi K2's template shows them, in place of names."""
     joins_thought: bool = False
     """Whether text beside a thought and calls stands in the thought."""
     old_names: bool = False

@@ -184,8 +184,19 @@ class _Search:
             self.form = replace(self.form, no_calls=message)
             return
         self.form = best[1]
+        yield from self._named_ids(before, tools)
         if {(self.form.text_arguments, each) for each in ("absent", "empty")} <= flawless:
             self.form = replace(self.form, call_content="given")
+
+    def _named_ids(self, before: str | ChatError, tools: tuple[str, ...]) -> Generator[ChatJob, str | ChatError, None]:
+        """Find whether names of calls are shown as a part of their ids alone."""
+        chat = (_USER, MessageFields("assistant", tool_calls=(_CALL,)), _RESULT)
+        num = before.count(_TOOL) if isinstance(before, str) else 0
+        for form in (self.form, replace(self.form, named_ids=True)):
+            text = yield from self._text(chat, form, tools)
+            if isinstance(text, str) and text.count(_TOOL) > num:
+                self.form = form
+                return
 
     def _calls_as_text(self, tools: tuple[str, ...]) -> Generator[ChatJob, str | ChatError, bool]:
         """Find whether calls can be written into the content, as the model writes them; the template says which."""

@@ -118,7 +118,26 @@ def _merged(placed: list[Placed]) -> list[Placed]:
 
 def in_form(placed: Sequence[Placed], form: TemplateForm) -> list[dict[str, Any]]:
     """Return messages as a template reads them; raises ChatError."""
+    if form.named_ids:
+        placed = _with_named_ids(placed)
     return [_message(each, f"messages[{index}]", form) for index, each in placed]
+
+
+def _with_named_ids(placed: Sequence[Placed]) -> list[Placed]:
+    """Return messages whose calls have their names as ids, and the number of each in the chat, and their results."""
+    made: list[Placed] = []
+    ids: dict[str, str] = {}
+    number = 0
+    for index, message in placed:
+        calls = []
+        for call in message.tool_calls:
+            name = call.id if call.id.startswith("functions.") else f"functions.{call.name}:{number}"
+            ids[call.id] = name
+            calls.append(replace(call, id=name))
+            number += 1
+        known = ids.get(message.tool_call_id, message.tool_call_id)
+        made.append((index, replace(message, tool_calls=tuple(calls), tool_call_id=known)))
+    return made
 
 
 def _message(message: MessageFields, path: str, form: TemplateForm) -> dict[str, Any]:

@@ -94,3 +94,13 @@ def test_tools_by_their_old_names_are_shown():
     body += '"{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}]{% endfor %}{% endfor %}'
     head = "{% if functions is not defined %}{{ raise_exception('no') }}{% endif %}{{ functions }}{{ datetime }}"
     assert find_formats(shown_model(head + body)).tools == "firefunction"
+
+
+def test_names_that_stand_in_ids_alone_are_shown():
+    """As Kimi K2's own template has them."""
+    call = "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>"
+    shown = template(call, "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    info = shown_model(shown.replace("<{{ m.role }}>", "<{{ m.role }} {{ m.tool_call_id }}>"))
+    assert find_formats(info).tools == "kimi_k2"
+    assert info.chat_examples is not None
+    assert info.chat_examples.calls.count("functions.qmother:1") == 2, "the result's id follows"

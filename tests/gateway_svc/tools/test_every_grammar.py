@@ -82,7 +82,7 @@ def written(found: Formats, calls: list[tuple[str, dict[str, Any]]]) -> str:
     text = written_calls(found.way, calls)
     if found.tools == "pythonic":
         text = text.removeprefix("<|python_start|>").removesuffix("<|python_end|>")
-    if found.tools in ("pythonic", "lfm2"):
+    if found.tools in ("pythonic", "lfm2", "olmo3"):
         for value in ("b c", "é<", "", "y", "p", "q", "x", "1234567", "b", "z"):
             text = text.replace(f"'{value}'", json.dumps(value, ensure_ascii=False))
         text = text.replace("'k'", '"k"').replace("True", "true")

@@ -41,12 +41,18 @@ class Reading:
     @property
     def is_plain(self) -> bool:
         """Whether outputs are content as they are."""
-        return self.formats.reasoning is None and not self.has_calls
+        return self.formats.reasoning is None and not self.has_frame
 
     @property
     def has_calls(self) -> bool:
         """Whether there may be calls."""
         return bool(self.tools) and self.formats.tools is not None
+
+    @property
+    def has_frame(self) -> bool:
+        """Whether there may be calls, or texts of their format around content."""
+        syntax = self.formats.tool_syntax
+        return self.has_calls or (syntax is not None and bool(syntax.start or syntax.wrappers))
 
     def is_open(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the output begins within a thought."""
@@ -73,11 +79,11 @@ class OutputParser:
         with_tokens: whether content says which tokens made it.
         """
         formats = reading.formats
-        known = formats.markers if reading.has_calls else formats.reasoning_markers
+        known = formats.markers if reading.has_frame else formats.reasoning_markers
         markers, composed = pieces_and_composed(known)
         self._reader = PieceReader(markers, skips_special=reading.skips_special)
         self._joiner = MarkJoiner(markers, composed) if composed else None
-        self._calls = _call_reader(reading, known) if reading.has_calls else None
+        self._calls = _call_reader(reading, known) if reading.has_frame else None
         thought = formats.thought_syntax
         self._thought = (
             None

@@ -177,3 +177,12 @@ def test_thoughts_are_split_off(reasoning, data):
     assert parse(reading, deltas(tokens, draw(st.lists(st.integers(0, 4), max_size=20)), [])) == parts
     message = message_of(parts)
     assert (message.thought, (message.content or "").strip()) == (thought, answer.strip())
+
+
+def test_texts_around_content_are_none_of_it_without_tools_too():
+    found = formats("functionary_v32", "none", "text")
+    for text, content in (("all\nHi", "Hi"), ("alley", "alley"), ("a>>>all\nb", "ab"), ('f\n{"a": 1}', 'f\n{"a": 1}')):
+        tokens = [*map(Token, text)]
+        message = message_of(parse(Reading(found), deltas(tokens, [1] * len(tokens), [])))
+        assert (message.content, message.calls) == (content, [])
+        assert message_of(parse(Reading(found), [whole(tokens)])) == message

@@ -59,6 +59,12 @@ def tool_of_line(grammar: str, line: int) -> int | None:
     return None if found is None else int(found[1])
 
 
+def only_tool(grammar: str) -> int | None:
+    """The index of the one tool of a grammar; None: it has several."""
+    found = {int(match[1]) for line in grammar.split("\n") if (match := _OF_TOOL.match(line)) is not None}
+    return found.pop() if len(found) == 1 else None
+
+
 def _thought(formats: Formats, opening: Opening | None) -> str:
     syntax = formats.thought_syntax
     if opening is None or opening.is_past or syntax is None:

@@ -20,7 +20,7 @@ from gateway_svc.parsing.reasoning import Opening, opening_of_ids, opening_of_te
 from gateway_svc.requests.request import GatewayRequest
 from gateway_svc.scheduler.caller import SchedulerCaller
 from gateway_svc.tools.answers import behind_thought, schema_beside
-from gateway_svc.tools.grammars import grammar_of, tool_of_line
+from gateway_svc.tools.grammars import grammar_of, only_tool, tool_of_line
 from gateway_svc.tools.xml_arguments import argument_kinds
 
 _TAIL_TOKENS = 32
@@ -54,10 +54,10 @@ class Prepared:
 
     def _of_tool(self, message: str) -> ApiError:
         found = _LINE.fullmatch(message)
-        index = None if found is None else tool_of_line(self.grammar, int(found[1]))
-        if found is None or index is None:
+        index = only_tool(self.grammar) if found is None else tool_of_line(self.grammar, int(found[1]))
+        if index is None:
             return bad_request(f"tools: {message}"[:500], "tools")
-        return bad_request(f"tools[{index}]: {found[2]}"[:500], "tools")
+        return bad_request(f"tools[{index}]: {message if found is None else found[2]}"[:500], "tools")
 
 
 async def prepare(caller: SchedulerCaller, request: GatewayRequest, formats: Formats) -> Prepared:

@@ -141,7 +141,8 @@ THOUGHT_ROWS
   content, nor are brackets too many behind it.
 - **Arguments** are the model's own text, which is no JSON if the model makes a mistake within them: they are written as
   they come. A `tool_use` block that is no stream has such a text under the key `INVALID_JSON`.
-- **A call cut by `max_tokens`** keeps what was parsed, and `finish_reason` is `length`; else it is `tool_calls`.
+- **A call cut by `max_tokens`** keeps what was parsed, and `finish_reason` is `length`; else it is `tool_calls`. What
+  is cut before it is known to be a call is content, but for an answer that must be calls.
 - **`tool_choice`** `required` or a named tool: the answer is calls alone, and their arguments fit the schema
   ([structured output](structured.md), JSON with `", "` and `": "`). With `auto`, calls of tools with `strict: true` fit
   theirs, and other text is free; with `allowed_tools` only those are called. A tool that no grammar can follow is

@@ -33,6 +33,8 @@ class Reading:
     """Whether texts are without special tokens."""
     opening: Opening | None = None
     """How the prompt ends; None: its token ids say."""
+    has_calls_alone: bool = False
+    """Whether the answer must be calls: then what one that is cut has begun with is no content."""
     is_parallel: bool = True
     """Whether calls behind the first one count; otherwise they are left out."""
     kinds: ArgumentKinds = field(default_factory=dict)
@@ -98,7 +100,7 @@ class OutputParser:
         has_open = self._calls is not None and thought is not None and not thought.repeats
         self._open_thought = OpenThought(lambda: _call_reader(reading, known)) if has_open else None
         self._frame = AnswerFrame(*thought.answer) if thought is not None and any(thought.answer) else None
-        self._is_parallel = reading.is_parallel
+        self._is_parallel, self._has_calls_alone = reading.is_parallel, reading.has_calls_alone
         self._owners = TokenOwners(self._reader.text_ends) if with_tokens else None
         self.has_calls = False
         """Whether there has been a call."""
@@ -128,7 +130,11 @@ class OutputParser:
             for rest in () if self._thought is None else self._thought.finish():
                 self._answer(rest, parts)
             if self._calls is not None:
-                self._add_all(self._calls.finish(is_cut=delta.finish_reason != "stop"), parts)
+                is_cut = delta.finish_reason != "stop"
+                ended = [*self._calls.finish(is_cut=is_cut)]
+                if is_cut and self._has_calls_alone:  # the beginning of a call, which has no content beside it
+                    ended = [part for part in ended if not isinstance(part, Content)]
+                self._add_all(iter(ended), parts)
             for part in () if self._frame is None else self._frame.finish():
                 self._add(part, parts)
         return _joined(parts)

@@ -77,6 +77,7 @@ async def prepare(caller: SchedulerCaller, request: GatewayRequest, formats: For
         tuple(tool.name for tool in use.callable),
         skips_special=params.skip_special_tokens,
         opening=opening,
+        has_calls_alone=bool(use.callable) and use.mode == "required",
         is_parallel=use.is_parallel,
         kinds=argument_kinds(use.callable),
     )

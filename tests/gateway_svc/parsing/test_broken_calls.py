@@ -116,3 +116,13 @@ def test_a_long_call_costs_as_much_as_its_length(tools):
 
     seconds(1000)
     assert seconds(16_000) < 40 * seconds(2_000)
+
+
+@pytest.mark.parametrize("style", ["added", "plain"])
+def test_a_cut_call_is_content_unless_the_answer_must_be_calls(style):
+    text = '\n{"name": "f"'
+    tokens = [Token(OPEN, IDS[OPEN]), *map(Token, text)] if style == "added" else [*map(Token, OPEN + text)]
+    for must, content in ((False, OPEN + text), (True, None)):
+        reading = Reading(formats("hermes", style), NAMES, has_calls_alone=must)
+        assert message_of(parse(reading, [whole(tokens, "length")])).content == content
+        assert message_of(parse(reading, [whole(tokens)])).content == OPEN + text

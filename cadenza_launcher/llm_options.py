@@ -421,10 +421,73 @@ class LLMOptions(TypedDict, total=False):
     kv_events_topic: str | None
     """Topic of published KV events; llm-d expects kv@POD@MODEL."""
 
-    tool_call_parser: Literal["auto", "none"] | Literal["hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "apertus", "apriel", "cohere", "command_r", "deepseek_v3", "deepseek_v31", "deepseek_v32", "firefunction", "functiongemma", "functionary_v31", "functionary_v32", "gemma4", "gigachat3", "glm45", "granite", "hunyuan", "internlm", "kimi_k2", "kimi_k3", "lfm2", "longcat", "minicpm5", "minimax", "minimax_m2", "minimax_m3", "muse", "nemotron", "olmo3", "openai", "phi4_mini_json", "seed_oss", "solar"] | None
+    tool_call_parser: (
+        Literal["auto", "none"]
+        | Literal[
+            "hermes",
+            "llama3_json",
+            "pythonic",
+            "mistral",
+            "qwen3_coder",
+            "apertus",
+            "apriel",
+            "cohere",
+            "command_r",
+            "deepseek_v3",
+            "deepseek_v31",
+            "deepseek_v32",
+            "firefunction",
+            "functiongemma",
+            "functionary_v31",
+            "functionary_v32",
+            "gemma4",
+            "gigachat3",
+            "glm45",
+            "granite",
+            "hunyuan",
+            "internlm",
+            "kimi_k2",
+            "kimi_k3",
+            "lfm2",
+            "longcat",
+            "minicpm5",
+            "minimax",
+            "minimax_m2",
+            "minimax_m3",
+            "muse",
+            "nemotron",
+            "olmo3",
+            "openai",
+            "phi4_mini_json",
+            "seed_oss",
+            "solar",
+        ]
+        | None
+    )
     """How the model writes tool calls; auto: as its chat template shows; none: tools are refused. [default: auto]"""
 
-    reasoning_parser: Literal["auto", "none"] | Literal["deepseek_r1", "qwen3", "mistral", "apertus", "apriel", "cohere", "gemma4", "granite", "hunyuan", "hunyuan_a13b", "kimi_k3", "minimax_m3", "muse", "openai_gptoss", "seed_oss", "solar"] | None
+    reasoning_parser: (
+        Literal["auto", "none"]
+        | Literal[
+            "deepseek_r1",
+            "qwen3",
+            "mistral",
+            "apertus",
+            "apriel",
+            "cohere",
+            "gemma4",
+            "granite",
+            "hunyuan",
+            "hunyuan_a13b",
+            "kimi_k3",
+            "minimax_m3",
+            "muse",
+            "openai_gptoss",
+            "seed_oss",
+            "solar",
+        ]
+        | None
+    )
     """How the model writes its reasoning, which answers have apart from their content; auto: as its chat template or
     its tokens show; none: it stays in the content. deepseek_r1: every answer begins with it. [default: auto]"""
 

@@ -17,10 +17,10 @@ from tests.helpers.services import cadenza_services
 pytestmark = pytest.mark.slow
 
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "num_threads": 1, "block_size": 8, "num_gpu_blocks": 14, "num_cpu_blocks": 10,
+    "dtype": "float32", "num_threads": 1, "block_size": 8, "num_gpu_blocks": 17, "num_cpu_blocks": 10,
     "max_num_seqs": 8, "max_num_batched_tokens": 40,
 }  # fmt: skip
-NEW_TOKENS = 14
+NEW_TOKENS = 40
 
 
 async def run(folder: Path, prompts: list[list[int]], **options: Any) -> list[Any]:
@@ -49,7 +49,7 @@ async def test_tokens_under_pressure_and_the_replay_of_the_run(tmp_path: Path) -
         kv = reader.header.executor.kv
         plans = [record.plan_step.plan for record in reader if record.HasField("plan_step")]
     assert [(group.window, group.pages_per_block) for group in kv.groups] == [(0, 1), (24, 3)]
-    assert (kv.num_device_blocks, kv.num_host_blocks) == (14 * 4, 10 * 4)
+    assert (kv.num_device_blocks, kv.num_host_blocks) == (17 * 4, 10 * 4)
     admitted = [sequence for plan in plans for sequence in plan.admitted]
     assert any(len(each.token_ids) > each.num_prompt_tokens for each in admitted), "none was preempted and came back"
     assert any(table.first_block for each in admitted for table in each.block_tables), "none came back by a swap"

@@ -149,9 +149,9 @@ class RequestTable:
                 self.requeue(sequence)
 
     def fits_elsewhere(self, group: SequenceGroup, lane: Lane) -> bool:
-        """Whether an open lane other than this one can hold a group."""
-        others = able_lanes(group, [[each] for each in self.lanes.values() if each is not lane])
-        return any(each.is_open and not each.draining for each in others)
+        """Whether an open lane other than this one can hold a group, and as far: else it would be placed here again."""
+        able = able_lanes(group, [[each] for each in self.lanes.values()])
+        return any(each is not lane and each.is_open and not each.draining for each in able)
 
     def outgrows(self, group: SequenceGroup, lane: Lane) -> bool:
         """Whether a group that fills the pool of this lane can go on with another lane's larger pool.
@@ -204,6 +204,14 @@ class RequestTable:
         group = sequence.group
         if not group.queued and group not in self.adapters.parked:
             self.enqueue(group, again=True)
+        else:
+            self._replace_unbound(group)
+
+    def _replace_unbound(self, group: SequenceGroup) -> None:
+        """Place a waiting group anew that waited for a draining lane only because a sequence of it ran there."""
+        lane = self.lane_of(group)
+        if group.queued and lane is not None and lane.draining and not group.is_bound:
+            self.placer.replace(group)
 
     def _begin_adapter(self, group: SequenceGroup, lane: Lane) -> None:
         lane.adapters.on_admitted(group)
@@ -224,9 +232,8 @@ class RequestTable:
         sequence.finish = finish
         if group.queued and not group.waiting_sequences:
             self._leave_queue(group)
-        elif group.queued and lane is not None and lane.draining and not group.is_bound:
-            # The rest of it waited for this lane only because this sequence ran there.
-            self.placer.replace(group)
+        else:
+            self._replace_unbound(group)
         self._finished.append(sequence)
         if report and sequence.sample_index < group.spec.num_samples:
             self._outputs.finishes[sequence] = finish

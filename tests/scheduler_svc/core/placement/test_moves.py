@@ -150,6 +150,19 @@ def test_what_no_other_can_hold_finishes_on_the_draining_one() -> None:
     assert (bench.ran_on["large"], bench.ran_on["small"]) == ([0], [1])
 
 
+def test_what_another_can_hold_less_far_finishes_on_the_draining_one() -> None:
+    """Else it would be placed there again, and a beam search would never go on."""
+    bench = FleetBench(spec(max_model_len=60), spec(max_model_len=50))
+    bench.add("long", 20, 200)
+    bench.add("short", [1, 2], 5)
+    for _ in range(8):
+        bench.step()
+    bench.core.drain_executor(0, True, bench.now)
+    bench.run()
+    assert bench.ran_on["long"] == [0]
+    assert not bench.core.num_preemptions
+
+
 def test_a_removed_executor() -> None:
     bench = started()
     bench.remove(0)

@@ -130,13 +130,29 @@ def llm_options() -> str:
     return LLM_HEAD + "".join(_typed(name, fields) for name, fields in owners.items() if name in known)
 
 
+_MOST = 120
+"""Characters of a line."""
+
+
 def _typed(name: str, owners: dict[str, Any]) -> str:
     """One option as an entry of the TypedDict: its type, and its description as the docstring below."""
     types = dict.fromkeys(kind for field in owners.values() for kind in _type_texts(field.annotation))
     types.pop("None", None)
     text = f'"""{_of_each(owners, described, " ")}"""'
     docstring = textwrap.indent(textwrap.fill(text, 116, break_on_hyphens=False), "    ")
-    return f"\n    {name}: {' | '.join([*types, 'None'])}\n{docstring}\n"
+    line = f"    {name}: {' | '.join([*types, 'None'])}"
+    if len(line) > _MOST:
+        kinds = " | ".join(_wrapped(kind) for kind in [*types, "None"]).replace(" | ", f"\n{' ' * 8}| ")
+        line = f"    {name}: (\n{' ' * 8}{kinds}\n    )"
+    return f"\n{line}\n{docstring}\n"
+
+
+def _wrapped(kind: str) -> str:
+    """A type as `ruff format` writes it in a line of its own."""
+    if len(kind) <= _MOST - 10:
+        return kind
+    values = kind.removeprefix("Literal[").removesuffix("]").split(", ")
+    return "Literal[\n" + "".join(f"{' ' * 12}{value},\n" for value in values) + f"{' ' * 8}]"
 
 
 def _type_texts(annotation: Any) -> list[str]:

@@ -19,6 +19,7 @@ from cadenza.errors import UnauthenticatedError as UnauthenticatedError
 from cadenza.errors import UnavailableError as UnavailableError
 from cadenza.errors import UnsupportedError as UnsupportedError
 from cadenza.info import AddedToken as AddedToken
+from cadenza.info import ChatExamples as ChatExamples
 from cadenza.info import ExecutorInfo as ExecutorInfo
 from cadenza.info import ModelInfo as ModelInfo
 from cadenza.info import ServerInfo as ServerInfo

@@ -48,7 +48,7 @@ def shaped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shaped]:
     before = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), "gemma4_text", dtype=torch.bfloat16)
-    model = Model(folder, dtype="bfloat16")
+    model = Model(folder, dtype="bfloat16", disable_hybrid_kv_cache_manager=True)
     yield Shaped(folder, model, run(model, ALONE)[0])
     torch.set_num_threads(before)
 

@@ -68,6 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def options(folder: Path, **given: Any) -> ExecutorConfig:
     usual = {"numerics": "fast", "num_threads": 1, "block_size": BLOCK_SIZE, "num_gpu_blocks": 40, "max_num_seqs": 4}
+    usual["disable_hybrid_kv_cache_manager"] = True  # plans here have one block table
     return ExecutorConfig(**{"model": str(folder), "max_num_batched_tokens": 64, **usual, **given})
 
 

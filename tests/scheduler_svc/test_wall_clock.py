@@ -13,6 +13,7 @@ from tests.helpers.scheduler.virtual_engine import START_S, started
 
 READERS = {
     "scheduler_svc/plan_loop/clock.py": "for deadlines that a restart must keep",
+    "scheduler_svc/requests/chats/variables.py": "the time of day, for chat templates that want it as text",
     "scheduler_svc/requests/chats/template.py": "today's date, for chat templates that say it",
     "scheduler_svc/recording/recording.py": "the time of a recording",
     "executor_svc/service/step_traces.py": "the times of spans",

@@ -66,7 +66,7 @@ async def served(costs: str, tokenizer_folder: str) -> AsyncIterator[Served]:
 def cuts(served: Served, seed: int, sizes: Sequence[int] = (350, 500, 800, 1500, 30_000)) -> None:
     """The relay cuts each connection after some bytes. The first ones are gRPC's own, and a call that comes first."""
     rng = random.Random(seed)
-    first = iter([700])
+    first = iter([3000])
     served.relay.cut_after = lambda: next(first, None) or rng.choice(sizes)
 
 

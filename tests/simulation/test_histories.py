@@ -69,8 +69,8 @@ def test_what_once_went_wrong_in_few_histories(seed: int) -> None:
     """Requests of adapters outlived the last executor with any; what outgrew all pools waited for ever in a batch; the
     rest of a group waited for a draining executor; an operator's load whose adapter gave its place away had no answer;
     what fitted none of several changed executors, or none that may load its adapter, ended without the reason,
-    or went on with tokens of other numerics; a draining executor moved a search away that only it could hold as far, and
-    took it back without end; it took the rest of a group in the plan that moved the others."""
+    or went on with tokens of other numerics; a draining executor moved a search away that only it could hold as far,
+    and took it back without end; it took the rest of a group in the plan that moved the others."""
     run_history(seed)
 
 

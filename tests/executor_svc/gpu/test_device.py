@@ -52,8 +52,8 @@ def test_options_are_named(
 
 
 def test_heads_that_are_too_large(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="--device cuda: heads of 320 numbers, at most 256"):
-        new_pools(make_checkpoint(tmp_path, "llama", num_hidden_layers=1, head_dim=320))
+    with pytest.raises(StartError, match="--device cuda: heads of 520 numbers, at most 512"):
+        new_pools(make_checkpoint(tmp_path, "llama", num_hidden_layers=1, head_dim=520))
 
 
 def test_after_a_step_without_memory_the_next_session_is_as_new(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,12 @@ from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.kv_scales import read_kv_scales
+from executor_svc.plan.description import LayerHeads
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 
 CPU = torch.device("cpu")
-PREFIXES, HEADS = [f"model.layers.{layer}.self_attn" for layer in range(2)], 3
+PREFIXES, HEADS = [f"model.layers.{layer}.self_attn" for layer in range(2)], [LayerHeads(3, 16)] * 2
 
 
 def weights_of(folder: Path, **tensors: Tensor) -> SafetensorsWeights:

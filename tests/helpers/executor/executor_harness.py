@@ -35,7 +35,7 @@ def fake_description() -> Description:
         num_kv_heads=1, head_size=4, max_model_len=LIMITS.max_model_len, dtype="float32", num_parameters=0,
         weight_bytes=0, model_type="counts", weights="",
     )  # fmt: skip
-    loaded = SimpleNamespace(geometry=geometry, tokenizer="", eos_token_ids=(1, 2), bos_token_id=0)
+    loaded = SimpleNamespace(geometry=geometry, tokenizer="", eos_token_ids=(1, 2), bos_token_id=0, media_token_ids=())
     fingerprint = SimpleNamespace(
         mode="exact", weights_digest=b"w" * 32, dtype="float32", kv_dtype="float32", kernels="none", isa="none",
         num_threads=1, versions=("fake 1",), digest=b"d" * 32,

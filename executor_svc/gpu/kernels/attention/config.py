@@ -5,7 +5,6 @@ Each was compiled for its arch without spills. Tiles of keys begin at position 0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -111,7 +110,9 @@ _SMALL = _AMPERE | {
     ("16", 256): AttentionConfig(64, 32, 8, 2),
     ("fp8", 256): AttentionConfig(32, 32, 8, 3),
     ("16", 512): AttentionConfig(32, 16, 8, 2),
+    ("fp8", 512): AttentionConfig(32, 16, 8, 2),
     ("32", 256): AttentionConfig(32, 16, 16, 2),
+    ("32", 512): AttentionConfig(32, 16, 16, 1),
 }
 _SMALL_ARCHS = (86, 89, 120, 121)
 """GPUs with 99 KiB of shared memory per block, not 163 KiB or more."""
@@ -129,6 +130,8 @@ _DECODE = {
     ("fp8", 512): AttentionConfig(DECODE_ROWS, 32, 8, 2),
     ("32", 512): AttentionConfig(DECODE_ROWS, 16, 8, 2),
 }
+_DECODE_SMALL = {("32", 512): AttentionConfig(DECODE_ROWS, 16, 8, 1)}
+"""For GPUs of `_SMALL_ARCHS`, whichever table is right else."""
 _DECODE_SOFTCAP = _DECODE | {
     ("16", 64): AttentionConfig(DECODE_ROWS, 64, 8, 3),
     ("16", 128): AttentionConfig(DECODE_ROWS, 64, 8, 3),
@@ -164,6 +167,8 @@ _DRAFTS = {
     ("fp8", 512): AttentionConfig(DRAFTS_ROWS, 32, 8, 2),
 }
 """With 4 warps, most of them spill."""
+_DRAFTS_SMALL = dict.fromkeys((("16", 512), ("fp8", 512)), AttentionConfig(DRAFTS_ROWS, 16, 8, 2))
+"""For GPUs of `_SMALL_ARCHS`."""
 _DRAFTS_COPIED = _DRAFTS | {("fp8", 64): AttentionConfig(DRAFTS_ROWS, 64, 4, 3)}
 """With 8 warps, these spill."""
 _DRAFTS_SINKS = _DRAFTS | {("16", 64): AttentionConfig(DRAFTS_ROWS, 32, 4, 3)}
@@ -224,18 +229,13 @@ def _may_copy(kind: AttentionKind, phase: Phase, arch: int) -> bool:
     return fits and arch // 10 == 9 and not (phase in _DECODES and kind.wide)
 
 
-def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mapping[tuple[str, int], AttentionConfig]:
+def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> dict[tuple[str, int], AttentionConfig]:
     if phase is Phase.DRAFTS:
-        return _DRAFTS_COPIED if copies else _DRAFTS_SINKS if kind.sinks and kind.window else _DRAFTS
+        table = _DRAFTS_COPIED if copies else _DRAFTS_SINKS if kind.sinks and kind.window else _DRAFTS
+        return table | _DRAFTS_SMALL if arch in _SMALL_ARCHS else table
     if phase in _DECODES and not kind.wide:
-        more = kind.softcap or kind.sinks
-        if arch // 10 == 9 and not more:
-            spills = kind.window or kind.dtype != torch.bfloat16
-            table = _HOPPER_DECODE_COPIED if copies else _DECODE if spills else _HOPPER_DECODE_BF16
-            return table if phase is Phase.SPLIT else table | _HOPPER_UNSPLIT
-        if more:
-            return _SPLIT_SOFTCAP if phase is Phase.SPLIT else _DECODE_SOFTCAP
-        return _DECODE
+        table = _decode_table(kind, phase, arch, copies)
+        return table | _DECODE_SMALL if arch in _SMALL_ARCHS else table
     if arch in _SMALL_ARCHS or arch < 90:
         table = _SMALL if arch in _SMALL_ARCHS else _AMPERE
         return table | _SPLIT_WIDE if phase is Phase.SPLIT else table
@@ -244,6 +244,18 @@ def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> Mappin
     if copies:
         return _HOPPER_COPIED_MANY if kind.group > _HOPPER_COPIED["16", 128].rows else _HOPPER_COPIED
     return _HOPPER
+
+
+def _decode_table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> dict[tuple[str, int], AttentionConfig]:
+    """Of decodes whose KV heads have no more query heads than a decode tile has rows."""
+    more = kind.softcap or kind.sinks
+    if arch // 10 == 9 and not more:
+        spills = kind.window or kind.dtype != torch.bfloat16
+        table = _HOPPER_DECODE_COPIED if copies else _DECODE if spills else _HOPPER_DECODE_BF16
+        return table if phase is Phase.SPLIT else table | _HOPPER_UNSPLIT
+    if more:
+        return _SPLIT_SOFTCAP if phase is Phase.SPLIT else _DECODE_SOFTCAP
+    return _DECODE
 
 
 def constants(kind: AttentionKind, config: AttentionConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from cadenza_common.call_formats.syntax import CallSyntax
 from gateway_svc.parsing.argument_kinds import kinds_of, resolved
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal
-from gateway_svc.tools.xml_arguments import TREE_KEY, argument_schema, string_expressions, told
+from gateway_svc.tools.xml_arguments import TREE_KEY, argument_schema, constraining_keys, string_expressions
 
 _MAX_DEPTH = 8
 _OF_OBJECTS = frozenset(("properties", "required", "additionalProperties", "$defs", "definitions"))
@@ -63,7 +63,7 @@ class TreeRules:
                 raise ValueError("has a schema with a number of items, to which its form cannot keep")
             return f"({item}){'+' if schema.get('minItems') else '*'} {self._mark}"
         if kind == "object":
-            if unknown := sorted(told(schema) - _OF_OBJECTS - _NOTES):
+            if unknown := sorted(constraining_keys(schema) - _OF_OBJECTS - _NOTES):
                 raise ValueError(f"has a schema with {unknown[0]}, to which its form cannot keep")
             required = schema.get("required") or ()
             parts = [

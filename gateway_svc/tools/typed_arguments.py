@@ -8,7 +8,7 @@ from typing import Any
 from cadenza_common.call_formats.syntax import CallSyntax
 from gateway_svc.parsing.argument_kinds import kinds_of, resolved
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal
-from gateway_svc.tools.xml_arguments import TYPED_KEY, argument_schema, string_expressions, told
+from gateway_svc.tools.xml_arguments import TYPED_KEY, argument_schema, constraining_keys, string_expressions
 
 _MAX_DEPTH = 8
 _OF_OBJECTS = frozenset(("properties", "required", "additionalProperties", "$defs", "definitions"))
@@ -71,7 +71,7 @@ class TypedRules:
         return compact_json(argument_schema({**schema, "type": kind}, self._root))
 
     def _check(self, schema: Mapping[str, Any], known: frozenset[str]) -> None:
-        if unknown := sorted(told(schema) - known - _NOTES - {"enum"}):
+        if unknown := sorted(constraining_keys(schema) - known - _NOTES - {"enum"}):
             raise ValueError(f"has a schema with {unknown[0]}, to which its form cannot keep")
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:

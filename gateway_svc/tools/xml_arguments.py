@@ -177,7 +177,7 @@ class TagRules:
         return f"QUOTED_{number}: {' & '.join(parts)} & ~/{ANY_TEXT}{quote}{ANY_TEXT}{quote}{ANY_TEXT}/"
 
 
-def told(schema: Mapping[str, Any]) -> set[str]:
+def constraining_keys(schema: Mapping[str, Any]) -> set[str]:
     """The keys of a schema that may constrain."""
     return {key for key in schema if not key.startswith("x-")}
 
@@ -190,7 +190,7 @@ def _values(schema: Mapping[str, Any]) -> list[Any] | None:
 def _is_of_strings(schema: Any, kinds: Kinds) -> bool:
     """Whether all that a schema says of strings can be kept to."""
     known = _NOTES | _OF_STRINGS | {"type"} | (_OF_OTHERS if kinds - TEXT else set())
-    return schema is True or not told(schema) - known
+    return schema is True or not constraining_keys(schema) - known
 
 
 def string_expressions(schema: Mapping[str, Any]) -> list[str]:

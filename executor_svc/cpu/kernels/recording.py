@@ -19,7 +19,7 @@ class CpuRecording:
     def announce(self, weight: int | None) -> None:
         """The next launch is a product with the weight at this address: the product before it prefetches it.
 
-        None: which weight it is will be known when it runs, and no launch is told.
+        None: the choice of experts decides which weight it is, so nothing is prefetched for it.
         """
         if weight is None:
             self._product = None

@@ -32,8 +32,8 @@ def read_gpt_oss(config: dict[str, Any]) -> DecoderSpec:
     if not config.get("rope_parameters") and not config.get("rope_scaling"):
         config = {**config, "rope_parameters": _ROPE}
     fields = Fields(config)
-    fields_of_rope = {"rope_theta": 150_000.0, **without_experts(config)}
-    spec = read_common(fields_of_rope, max_positions=131_072, head_size=64, eps=1e-5)
+    dense = {"rope_theta": 150_000.0, **without_experts(config)}
+    spec = read_common(dense, max_positions=131_072, head_size=64, eps=1e-5)
     bias = fields.flag("attention_bias", True)
     spec = replace(spec, qkv_bias=bias, output_bias=bias, norms_in_fp32=True)
     window = optional_window(fields, _WINDOW)

@@ -346,6 +346,10 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         if "full_attention" in config["layer_types"]:
             writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
+    _write_factors(writer, config)
+
+
+def _write_factors(writer: Any, config: dict[str, Any]) -> None:
     for field, add in (
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),

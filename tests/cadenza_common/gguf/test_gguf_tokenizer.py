@@ -83,7 +83,9 @@ def test_ids_of_llama_cpps_own_tests() -> None:
             continue
         checked.add(name)
         tried = texts.read_bytes().decode().split("\n__ggml_vocab_test__\n")
-        for text, expected in zip(tried, ids.read_text().split("\n"), strict=True):
+        lines = ids.read_text().split("\n")
+        assert not any(lines[len(tried) :]), "the last line of some files ends, that of others does not"
+        for text, expected in zip(tried, lines[: len(tried)], strict=True):
             found = tokenizer.encode(text, add_special_tokens=False)
             assert found == [int(token_id) for token_id in expected.split()], (name, text)
     for problem in refused:

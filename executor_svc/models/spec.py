@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -102,6 +102,39 @@ class LayerSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one latent for each token."""
+
+    size: int
+    """Numbers of a latent (kv_lora_rank)."""
+    rope_size: int
+    """Columns of queries, and of the key beside the latent, that are rotated; they follow the others."""
+    nope_size: int
+    """Columns of a query that are not rotated."""
+    value_size: int
+    """Of a head."""
+    query_size: int | None
+    """Numbers of the latent of queries (q_lora_rank); None: queries are made of hidden states."""
+    eps: float = 1e-6
+    """Of the norms of latents."""
+    q: tuple[str, ...] = ("self_attn.q_a_proj", "self_attn.q_b_proj")
+    """Modules of a layer by their names in checkpoints: into the latent of queries, and out of it."""
+    q_whole: str = "self_attn.q_proj"
+    """What makes queries of hidden states."""
+    q_norm: str = "self_attn.q_a_layernorm"
+    kv: str = "self_attn.kv_a_proj_with_mqa"
+    """Into the latent and the key beside it."""
+    kv_norm: str = "self_attn.kv_a_layernorm"
+    heads: str = "self_attn.kv_b_proj"
+    """Out of the latent: for each head its keys that are not rotated, then its values."""
+
+    @property
+    def query_head(self) -> int:
+        """Columns of a query."""
+        return self.nope_size + self.rope_size
+
+
+@dataclass(frozen=True, slots=True)
 class LayerInputs:
     """An input of each layer beside the hidden states, of `size` numbers (Gemma 3n, Gemma 4).
 
@@ -143,6 +176,8 @@ class LayerSpec:
     """Index of an earlier layer of the same heads, whose keys and values it reads; None: it has its own."""
     head_norms: bool = field(default=True, repr=False, metadata=LATER)
     """Whether it has the norms of heads that the model has."""
+    latent: LatentSpec | None = field(default=None, repr=False, metadata=LATER)
+    """None: its keys and values are those of heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +324,9 @@ def _later_values(part: Any) -> list[tuple[str, Any]]:
 def bias_names(spec: DecoderSpec) -> list[list[list[str]]]:
     """Return the names of biases that the model may have: of attention and MLP, of each linear, of each layer."""
     names, layers = spec.names, range(spec.num_layers)
-    qkv = [[index for index in layers if name in qkv_rows(spec, index)] for name in names.qkv]
-    attention = list(zip(names.qkv, qkv, strict=True)) if spec.qkv_bias else []
+    biased = [_biased_rows(spec, index) for index in layers] if spec.qkv_bias else []
+    found = dict.fromkeys(name for rows in biased for name in rows)
+    attention = [(name, [index for index in layers if name in biased[index]]) for name in found]
     attention += [(names.output, list(layers))] if spec.output_bias else []
     mlp = [(name, list(layers)) for name in (*names.into_mlp, names.down)] if spec.mlp_bias else []
     return [
@@ -315,9 +351,12 @@ def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
 
 def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
     hidden, names, inputs, sizes = spec.hidden_size, spec.names, spec.layer_inputs, spec.sizes(index)
-    found = {name: (rows, hidden) for name, rows in qkv_rows(spec, index).items()}
-    found[names.output] = (hidden, spec.num_heads * sizes.head_size)
-    experts = spec.layers[index].experts
+    experts, latent = spec.layers[index].experts, spec.layers[index].latent
+    if latent is None:
+        found = {name: (rows, hidden) for name, rows in qkv_rows(spec, index).items()}
+        found[names.output] = (hidden, spec.num_heads * sizes.head_size)
+    else:
+        found = latent_shapes(spec, latent)
     if experts is not None:
         found |= dict(expert_shapes(experts, hidden))
     else:
@@ -326,6 +365,28 @@ def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
     if inputs is not None:
         found |= {inputs.gate: (inputs.size, hidden), inputs.projection: (hidden, inputs.size)}
     return found
+
+
+def latent_shapes(spec: DecoderSpec, latent: LatentSpec) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the linears of latent attention by their names in a layer."""
+    hidden, heads = spec.hidden_size, spec.num_heads
+    queries, (into, out) = heads * latent.query_head, latent.q
+    found = {latent.q_whole: (queries, hidden)}
+    if latent.query_size is not None:
+        found = {into: (latent.query_size, hidden), out: (queries, latent.query_size)}
+    return found | {
+        latent.kv: (latent.size + latent.rope_size, hidden),
+        latent.heads: (heads * (latent.nope_size + latent.value_size), latent.size),
+        spec.names.output: (hidden, heads * latent.value_size),
+    }
+
+
+def _biased_rows(spec: DecoderSpec, index: int) -> Iterable[str]:
+    """Return the linears of a layer's attention that `qkv_bias` is of."""
+    latent = spec.layers[index].latent
+    if latent is None:
+        return qkv_rows(spec, index)
+    return (latent.kv,) if latent.query_size is None else (latent.q[0], latent.kv)
 
 
 def expert_shapes(experts: ExpertsSpec, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -130,6 +130,14 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
 
 
+def score_factor(rope: Fields) -> float:
+    """Return the factor of attention scores that an embedding over longer contexts has in DeepSeek's models."""
+    kind, mscale = rope.text("rope_type") or rope.text("type"), rope.number("mscale_all_dim", 0.0, at_least=0.0)
+    if kind in (None, "default") or not mscale:
+        return 1.0
+    return _mscale(_factor(rope), mscale) ** 2
+
+
 def _longrope(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:
     factor = rope.number("factor", max_positions / original)
     attention_factor = rope.optional_number("attention_factor")

@@ -37,7 +37,7 @@ from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
 from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
-from executor_svc.models.spec import DecoderSpec, bias_names, linear_shapes
+from executor_svc.models.spec import DecoderSpec, LayerSpec, bias_names, linear_shapes
 from executor_svc.plan.description import LayerHeads
 
 _log = logging.getLogger(__name__)
@@ -106,7 +106,8 @@ def _check_names(folder: Path, fields: Fields) -> None:
 
 
 def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
-    """Return the structure as the files have it: whether the head is the table of embeddings, and which biases are 0.
+    """Return the structure as the files have it: whether the head is the table of embeddings, which biases are 0, and
+    whether experts have one linear of gate and up.
 
     A head of its own, with other numbers than the table's, is used whatever config.json says, as in transformers. A
     bias that config.json names and the files lack is 0; of a folder, if no layer has it and others of its kind are
@@ -123,9 +124,23 @@ def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, 
             spec = replace(spec, tied=False)
         elif isinstance(weights, GgufWeights) and weights.is_tied():
             spec = replace(spec, tied=True)  # its metadata do not say so: the head may be a copy
+        spec = _with_stored_experts(weights, spec)
         return replace(spec, absent_biases=_absent_biases(weights, checkpoint, spec))
     except GgufError as error:
         raise LoaderError(f"--model {config.model}: {error}") from None
+
+
+def _with_stored_experts(weights: Weights, spec: DecoderSpec) -> DecoderSpec:
+    """Return the spec with one linear of gate and up in the experts of layers that the files have so."""
+
+    def stored(index: int, layer: LayerSpec) -> LayerSpec:
+        experts = layer.experts
+        both = None if experts is None else experts.names.both
+        if experts is None or both is None or not weights.holds(f"{LAYERS}.{index}.{both.format(0)}.weight"):
+            return layer
+        return replace(layer, experts=replace(experts, names=replace(experts.names, into=(both,))))
+
+    return replace(spec, layers=tuple(stored(*each) for each in enumerate(spec.layers)))
 
 
 def _absent_biases(weights: Weights, checkpoint: Checkpoint, spec: DecoderSpec) -> frozenset[str]:

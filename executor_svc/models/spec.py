@@ -66,6 +66,8 @@ class ExpertNames:
     """Whether it has the shape [1, E]."""
     into: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     """Gate and up, or one linear of both."""
+    both: str | None = field(default=None, repr=False)
+    """One linear of both, where files have it instead; None: none do."""
     down: str = "mlp.experts.{}.down_proj"
     shared_into: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     """Of what all tokens share, likewise."""

@@ -82,7 +82,6 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
     "KimiK25ForConditionalGeneration": read_kimi_wrapped,
-    "Kimi_K25ForConditionalGeneration": read_kimi_wrapped,
     "Llama4ForCausalLM": read_llama4,
     "Llama4ForConditionalGeneration": read_llama4_wrapped,
     "LlamaForCausalLM": read_llama,
@@ -113,10 +112,21 @@ _FORMS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "PhiForCausalLM": has_plain_heads,
 }
 """Whether a config.json is of the form that there is code for; others run through transformers."""
-_OLD_NAMES = {"LLaMAForCausalLM": "LlamaForCausalLM"}
-"""Names of before transformers had the model."""
+_OLD_NAMES = {
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
+}
+"""Names that the same models have in other files: of before transformers had the model, or as transformers calls it."""
 
-
+_INDEXER = "attention to keys that an indexer chooses is not supported"
+_REFUSED = {
+    "DeepseekV32ForCausalLM": _INDEXER,
+    "DeepseekV4ForCausalLM": "attention to keys that an indexer chooses, and hyper-connections, are not supported",
+    "GlmMoeDsaForCausalLM": _INDEXER,
+    "MiniMaxM3SparseForConditionalGeneration": _INDEXER,
+    "MiniMaxM3VLForCausalLM": _INDEXER,
+}
+"""Architectures that transformers' code, too, would run otherwise than they are meant, and why."""
 _MOST_NAMED = 200
 """Characters of names in a message."""
 _MODEL_TYPES = {
@@ -191,6 +201,12 @@ def has_code(architecture: str, content: dict[str, Any]) -> bool:
 def has_no_head(names: Sequence[str]) -> bool:
     """Return whether these architectures do not say what the model is for: there is none, or the bare model."""
     return all(name.endswith("Model") and "Head" not in name for name in names)
+
+
+def refused_architecture(names: Sequence[str]) -> str | None:
+    """Return the error message for an architecture that is refused by its name; None for others."""
+    found = next((name for name in names if name in _REFUSED), None)
+    return None if found is None else f"architecture {found} in config.json: {_REFUSED[found]}"
 
 
 def unknown_architecture(names: Sequence[str], model_type: object) -> str:

@@ -20,6 +20,7 @@ from executor_svc.models.layers.rope_scaling import (
 from executor_svc.portable_math import log
 
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0
+_MOST_MSCALE = 1e6
 
 DEFAULT_THETA = 10_000.0
 _MOST_FACTOR = 1 << 32
@@ -135,6 +136,8 @@ def score_factor(rope: Fields) -> float:
     kind, mscale = rope.text("rope_type") or rope.text("type"), rope.number("mscale_all_dim", 0.0, at_least=0.0)
     if kind in (None, "default") or not mscale:
         return 1.0
+    if mscale > _MOST_MSCALE:
+        raise rope.error("mscale_all_dim", f"{mscale:g} must be at most {_MOST_MSCALE:g}")
     return _mscale(_factor(rope), mscale) ** 2
 
 

@@ -274,6 +274,11 @@ class DecoderSpec:
         return any(layer.experts is not None for layer in self.layers)
 
     @property
+    def has_latents(self) -> bool:
+        """Whether keys and values of a layer are made of latents."""
+        return any(layer.latent is not None for layer in self.layers)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

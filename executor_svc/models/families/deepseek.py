@@ -149,7 +149,7 @@ def _with_own_share(config: dict[str, Any], fields: Fields) -> dict[str, Any]:
     section = fields.section(name)
     rope = fields.integer("qk_rope_head_dim", 64)
     size = rope + fields.integer("qk_nope_head_dim")
-    if (share := section.optional_number("partial_rotary_factor")) is not None and int(size * share) != rope:
+    if (share := section.optional_number("partial_rotary_factor")) is not None and int(size * min(share, 1.0)) != rope:
         raise section.error("partial_rotary_factor", f"{share:g} must be qk_rope_head_dim / head size, {rope / size:g}")
     content = config[name]
     return {**config, name: {key: value for key, value in content.items() if key != "partial_rotary_factor"}}

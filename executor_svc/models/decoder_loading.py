@@ -106,8 +106,8 @@ def _check_names(folder: Path, fields: Fields) -> None:
 
 
 def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
-    """Return the structure as the files have it: whether the head is the table of embeddings, which biases are 0, and
-    whether experts have one linear of gate and up.
+    """Return the structure as the files have it: whether the head is the table of embeddings, which biases are 0, which
+    linears experts and latents have.
 
     A head of its own, with other numbers than the table's, is used whatever config.json says, as in transformers. A
     bias that config.json names and the files lack is 0; of a folder, if no layer has it and others of its kind are
@@ -124,21 +124,26 @@ def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, 
             spec = replace(spec, tied=False)
         elif isinstance(weights, GgufWeights) and weights.is_tied():
             spec = replace(spec, tied=True)  # its metadata do not say so: the head may be a copy
-        spec = _with_stored_experts(weights, spec)
+        spec = _with_stored_forms(weights, spec)
         return replace(spec, absent_biases=_absent_biases(weights, checkpoint, spec))
     except GgufError as error:
         raise LoaderError(f"--model {config.model}: {error}") from None
 
 
-def _with_stored_experts(weights: Weights, spec: DecoderSpec) -> DecoderSpec:
-    """Return the spec with one linear of gate and up in the experts of layers that the files have so."""
+def _with_stored_forms(weights: Weights, spec: DecoderSpec) -> DecoderSpec:
+    """Return the spec with the linears that files have in layers of experts and of latent attention."""
+
+    def holds(index: int, name: str) -> bool:
+        return weights.holds(f"{LAYERS}.{index}.{name}.weight")
 
     def stored(index: int, layer: LayerSpec) -> LayerSpec:
-        experts = layer.experts
+        experts, latent = layer.experts, layer.latent
         both = None if experts is None else experts.names.both
-        if experts is None or both is None or not weights.holds(f"{LAYERS}.{index}.{both.format(0)}.weight"):
-            return layer
-        return replace(layer, experts=replace(experts, names=replace(experts.names, into=(both,))))
+        if experts is not None and both is not None and holds(index, both.format(0)):
+            layer = replace(layer, experts=replace(experts, names=replace(experts.names, into=(both,))))
+        if latent is not None and not holds(index, latent.heads) and holds(index, latent.by_kind[0]):
+            layer = replace(layer, latent=replace(latent, is_by_kind=True))
+        return layer
 
     return replace(spec, layers=tuple(stored(*each) for each in enumerate(spec.layers)))
 

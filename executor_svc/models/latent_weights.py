@@ -106,13 +106,21 @@ class LatentWeights:
 
     def _heads(self, prefix: str) -> tuple[HeadLinear, HeadLinear]:
         """Return what brings queries into the space of latents, and what makes values of latents."""
-        latent, builder = self._latent, self._builder
-        stored = linear_weight([self._open(prefix, latent.heads)], builder.dtype)
-        rows: WeightRows = DenseRows(stored, builder.torch_device) if isinstance(stored, StoredLinear) else stored
-        heads = rows.whole().view(self._spec.num_heads, -1, latent.size)
-        keys, values = heads.split([latent.nope_size, latent.value_size], 1)
-        kernels = self._kernels
-        return kernels.head_linear(keys.transpose(1, 2)), kernels.head_linear(values)
+        latent, kernels, heads = self._latent, self._kernels, self._spec.num_heads
+        if latent.is_by_kind:
+            keys, values = (self._whole(prefix, name) for name in latent.by_kind)
+            absorb, expand = keys.view(heads, latent.size, -1), values.view(heads, -1, latent.size)
+        else:
+            both = self._whole(prefix, latent.heads).view(heads, -1, latent.size)
+            keys, expand = both.split([latent.nope_size, latent.value_size], 1)
+            absorb = keys.transpose(1, 2)
+        return kernels.head_linear(absorb), kernels.head_linear(expand)
+
+    def _whole(self, prefix: str, name: str) -> Tensor:
+        """Return a weight in the model's dtype, whatever it is stored in."""
+        stored = linear_weight([self._open(prefix, name)], self._builder.dtype)
+        rows = DenseRows(stored, self._builder.torch_device) if isinstance(stored, StoredLinear) else stored
+        return rows.whole()
 
 
 def _part(part: StoredPart, rows: HeadRows, dtype: torch.dtype) -> QuantRows | WeightRows:

@@ -129,6 +129,9 @@ class LatentSpec:
     kv_norm: str = "self_attn.kv_a_layernorm"
     heads: str = "self_attn.kv_b_proj"
     """Out of the latent: for each head its keys that are not rotated, then its values."""
+    by_kind: tuple[str, str] = ("self_attn.k_b_proj", "self_attn.v_b_proj")
+    """What some files have instead: from the keys of each head into the latent, and from it to the values."""
+    is_by_kind: bool = field(default=False, repr=False)
 
     @property
     def query_head(self) -> int:
@@ -381,9 +384,13 @@ def latent_shapes(spec: DecoderSpec, latent: LatentSpec) -> dict[str, tuple[int,
     found = {latent.q_whole: (queries, hidden)}
     if latent.query_size is not None:
         found = {into: (latent.query_size, hidden), out: (queries, latent.query_size)}
+    both = {latent.heads: (heads * (latent.nope_size + latent.value_size), latent.size)}
+    if latent.is_by_kind:
+        keys, values = latent.by_kind
+        both = {keys: (heads * latent.size, latent.nope_size), values: (heads * latent.value_size, latent.size)}
     return found | {
         latent.kv: (latent.size + latent.rope_size, hidden),
-        latent.heads: (heads * (latent.nope_size + latent.value_size), latent.size),
+        **both,
         spec.names.output: (hidden, heads * latent.value_size),
     }
 

@@ -24,7 +24,7 @@ INT4 = QuantFormat("int4", bits=4, group=GROUP, zero=8)
 TABLES = ("lm_head", "model.embed_tokens")
 """In 8 bits with int4, too: their errors reach the logits directly. So is the table of inputs of layers."""
 
-_DENSE = ("self_attn.kv_b_proj",)
+_DENSE = ("self_attn.kv_b_proj", "self_attn.k_b_proj", "self_attn.v_b_proj")
 """They stay so: of latents, where each head has rows of its own and columns of its own (`device.latent`)."""
 
 

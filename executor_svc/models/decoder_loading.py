@@ -267,7 +267,7 @@ def _weights(
         return found
     stored_names = TensorNames(gguf.metadata.text("general.architecture"), spec.head_size)
     weights = GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
-    weights.check_linears(linear_shapes(spec))
+    weights.check_linears(linear_shapes(_with_stored_forms(weights, spec)))
     return weights
 
 

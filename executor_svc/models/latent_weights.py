@@ -13,10 +13,11 @@ from executor_svc.device.kernels import AttentionShape, KVScales, WeightRows
 from executor_svc.device.latent import HeadLinear, LatentKernels
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
 from executor_svc.models.base import Builder, WeightSource
+from executor_svc.models.latent_spec import LatentSpec
 from executor_svc.models.layers.attention import HeadRows
 from executor_svc.models.layers.latent import LatentAttention, LatentQueries
 from executor_svc.models.linear_weight import LinearWeight, QuantHeads, StoredPart, linear_weight
-from executor_svc.models.spec import DecoderSpec, LatentSpec, latent_shapes
+from executor_svc.models.spec import DecoderSpec
 
 
 class LatentWeights:
@@ -35,20 +36,19 @@ class LatentWeights:
         self._spec, self._latent, self._weights, self._builder = spec, latent, weights, builder
         self._kernels: LatentKernels = builder.kernels
         self._norm_weight = norm_weight
-        self._shapes = latent_shapes(spec, latent)
+        self._shapes = latent.shapes(spec.hidden_size, spec.num_heads, spec.names.output)
 
     def layer(self, prefix: str, shape: AttentionShape, scales: KVScales | None) -> LatentAttention:
         """Return the attention of a layer; prefix: of its tensors; scales: of its rows in a cache in fp8."""
         spec, latent, builder = self._spec, self._latent, self._builder
         into, out = latent.q
         first = latent.q_whole if latent.query_size is None else into
-        rotated = self._query_rows if latent.query_size is None else HeadRows(1, 1, 0)
-        down = self._weight(prefix, [first, latent.kv], [rotated, self._key_rows])
+        down = self._weight(prefix, [first, latent.kv])
         bias = self._bias(prefix, first) if spec.qkv_bias else None
         linear = builder.prepare_linear("attention.latents", down, bias)
         queries = None
         if latent.query_size is not None:
-            weight = self._weight(prefix, [out], [self._query_rows])
+            weight = self._weight(prefix, [out])
             norm = self._norm_weight(prefix + latent.q_norm, latent.query_size)
             queries = LatentQueries(norm, builder.prepare_linear("attention.queries", weight))
         absorb, expand = self._heads(prefix)
@@ -69,22 +69,16 @@ class LatentWeights:
             self._kernels,
         )
 
-    @property
-    def _query_rows(self) -> HeadRows:
-        size = self._latent.query_head
-        return HeadRows(size, size, self._spec.rotary_pairs, self._latent.nope_size)
-
-    @property
-    def _key_rows(self) -> HeadRows:
-        size = self._latent.size + self._latent.rope_size
-        return HeadRows(size, size, self._spec.rotary_pairs, self._latent.size)
-
     def _open(self, prefix: str, name: str) -> StoredPart:
         return self._weights.open_linear(prefix + name, self._shapes[name])
 
-    def _weight(self, prefix: str, names: Sequence[str], rows: Sequence[HeadRows]) -> LinearWeight | StoredLinear:
-        """Return the weight of linears, one below the other; rows: what becomes of the rows of each."""
+    def _rows(self, name: str) -> HeadRows:
+        return self._latent.rows_of(name, self._spec.rotary_pairs)
+
+    def _weight(self, prefix: str, names: Sequence[str]) -> LinearWeight | StoredLinear:
+        """Return the weight of linears, one below the other."""
         parts, dtype = [self._open(prefix, name) for name in names], self._builder.dtype
+        rows = [self._rows(name) for name in names]
         if any(isinstance(part, QuantRows) for part in parts):
             return StoredLinear([_part(*each, dtype) for each in zip(parts, rows, strict=True)], dtype)
         return _dense([part for part in parts if not isinstance(part, QuantRows)], rows, dtype)
@@ -96,7 +90,7 @@ class LatentWeights:
             queries = torch.zeros(counts[0], dtype=self._builder.dtype, device=self._builder.torch_device)
         else:
             queries = self._named_bias(prefix + first, counts[0])
-        return torch.cat([queries, self._key_rows(self._named_bias(prefix + latent.kv, counts[1]))])
+        return torch.cat([queries, self._rows(latent.kv)(self._named_bias(prefix + latent.kv, counts[1]))])
 
     def _named_bias(self, module: str, size: int) -> Tensor:
         name = f"{module}.bias"

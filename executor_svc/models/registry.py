@@ -123,6 +123,7 @@ _REFUSED = {
     "DeepseekV32ForCausalLM": _INDEXER,
     "DeepseekV4ForCausalLM": "attention to keys that an indexer chooses, and hyper-connections, are not supported",
     "GlmMoeDsaForCausalLM": _INDEXER,
+    "MiniMaxM3SparseForCausalLM": _INDEXER,
     "MiniMaxM3SparseForConditionalGeneration": _INDEXER,
     "MiniMaxM3VLForCausalLM": _INDEXER,
 }

@@ -12,6 +12,7 @@ from executor_svc.device.kernels import HeadNormKind
 from executor_svc.models.file_form import HEAD as HEAD
 from executor_svc.models.file_form import TABLE as TABLE
 from executor_svc.models.file_form import FileForm
+from executor_svc.models.latent_spec import LatentSpec
 from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import LATER, QueryScaling, RopeConfig
@@ -101,42 +102,6 @@ class LayerSizes:
     num_kv_heads: int
     head_size: int
     intermediate_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class LatentSpec:
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one latent for each token."""
-
-    size: int
-    """Numbers of a latent (kv_lora_rank)."""
-    rope_size: int
-    """Columns of queries, and of the key beside the latent, that are rotated; they follow the others."""
-    nope_size: int
-    """Columns of a query that are not rotated."""
-    value_size: int
-    """Of a head."""
-    query_size: int | None
-    """Numbers of the latent of queries (q_lora_rank); None: queries are made of hidden states."""
-    eps: float = 1e-6
-    """Of the norms of latents."""
-    q: tuple[str, ...] = ("self_attn.q_a_proj", "self_attn.q_b_proj")
-    """Modules of a layer by their names in checkpoints: into the latent of queries, and out of it."""
-    q_whole: str = "self_attn.q_proj"
-    """What makes queries of hidden states."""
-    q_norm: str = "self_attn.q_a_layernorm"
-    kv: str = "self_attn.kv_a_proj_with_mqa"
-    """Into the latent and the key beside it."""
-    kv_norm: str = "self_attn.kv_a_layernorm"
-    heads: str = "self_attn.kv_b_proj"
-    """Out of the latent: for each head its keys that are not rotated, then its values."""
-    by_kind: tuple[str, str] = ("self_attn.k_b_proj", "self_attn.v_b_proj")
-    """What some files have instead: from the keys of each head into the latent, and from it to the values."""
-    is_by_kind: bool = field(default=False, repr=False)
-
-    @property
-    def query_head(self) -> int:
-        """Columns of a query."""
-        return self.nope_size + self.rope_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +331,7 @@ def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
         found = {name: (rows, hidden) for name, rows in qkv_rows(spec, index).items()}
         found[names.output] = (hidden, spec.num_heads * sizes.head_size)
     else:
-        found = latent_shapes(spec, latent)
+        found = latent.shapes(hidden, spec.num_heads, names.output)
     if experts is not None:
         found |= dict(expert_shapes(experts, hidden))
     else:
@@ -375,24 +340,6 @@ def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
     if inputs is not None:
         found |= {inputs.gate: (inputs.size, hidden), inputs.projection: (hidden, inputs.size)}
     return found
-
-
-def latent_shapes(spec: DecoderSpec, latent: LatentSpec) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the linears of latent attention by their names in a layer."""
-    hidden, heads = spec.hidden_size, spec.num_heads
-    queries, (into, out) = heads * latent.query_head, latent.q
-    found = {latent.q_whole: (queries, hidden)}
-    if latent.query_size is not None:
-        found = {into: (latent.query_size, hidden), out: (queries, latent.query_size)}
-    both = {latent.heads: (heads * (latent.nope_size + latent.value_size), latent.size)}
-    if latent.is_by_kind:
-        keys, values = latent.by_kind
-        both = {keys: (heads * latent.size, latent.nope_size), values: (heads * latent.value_size, latent.size)}
-    return found | {
-        latent.kv: (latent.size + latent.rope_size, hidden),
-        **both,
-        spec.names.output: (hidden, heads * latent.value_size),
-    }
 
 
 def _biased_rows(spec: DecoderSpec, index: int) -> Iterable[str]:

@@ -20,8 +20,9 @@ from executor_svc.models.families.experts import (
     without_experts,
 )
 from executor_svc.models.families.mistral import scaling_rope
+from executor_svc.models.latent_spec import LatentSpec
 from executor_svc.models.rope_fields import rope_section, score_factor
-from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec, LatentSpec
+from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
 
 _V2: dict[str, Any] = {
     "num_experts_per_tok": 6,

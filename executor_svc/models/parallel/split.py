@@ -37,6 +37,8 @@ def check_split(spec: DecoderSpec, size: int) -> None:
     """Raise ModelConfigError, by the field's name, for a model that cannot be divided among so many ranks."""
     if spec.has_experts:
         raise ModelConfigError("mixtures of experts are not divided among ranks")
+    if spec.has_latents:
+        raise ModelConfigError("latent attention is not divided among ranks")
     inner = {spec.sizes(index).intermediate_size for index in range(spec.num_layers)}
     for field, count in (("num_attention_heads", spec.num_heads), *(("intermediate_size", each) for each in inner)):
         if count % size:
@@ -91,6 +93,10 @@ def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) ->
     inner = share.of(sizes.intermediate_size)
     if module == "self_attn":  # its sinks
         return Part((share.of(spec.num_heads),), False, spec.num_heads)
+    latent = spec.layers[index].latent
+    if latent is not None and module.startswith("self_attn."):
+        heads = _heads(spec.num_heads, latent.value_size, share)
+        return Part((heads,), True, spec.num_heads * latent.value_size) if module == names.output else None
     heads, keys = _heads(spec.num_heads, sizes.head_size, share), _kv_heads(sizes, share)
     if module == names.output:
         return Part((heads,), True, spec.num_heads * sizes.head_size)

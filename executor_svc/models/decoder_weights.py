@@ -14,8 +14,8 @@ from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.experts_weights import ExpertsWeights
 from executor_svc.models.file_form import FINAL_NORM, POSITIONS
-from executor_svc.models.layers.attention import Attention, HeadRows
 from executor_svc.models.latent_weights import LatentWeights
+from executor_svc.models.layers.attention import Attention, HeadRows
 from executor_svc.models.layers.inputs import LayerInput, TokenInputs
 from executor_svc.models.layers.latent import LatentAttention
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp

@@ -51,6 +51,18 @@ class LatentSpec:
             return HeadRows(self.query_head, self.query_head, pairs, self.nope_size)
         return HeadRows(1, 1, 0)
 
+    def rows_by_head(self, output: str) -> dict[str, int]:
+        """Return the rows of a head in linears that heads have parts of, by their names, or columns of the last one."""
+        keys, values = self.by_kind
+        return {
+            self.q_whole: self.query_head,
+            self.q[1]: self.query_head,
+            self.heads: self.nope_size + self.value_size,
+            keys: self.size,
+            values: self.value_size,
+            output: self.value_size,
+        }
+
     def shapes(self, hidden: int, num_heads: int, output: str) -> dict[str, tuple[int, int]]:
         """Return the shapes of the linears of a layer's attention by their names in it; output: of the last one."""
         queries, (into, out) = num_heads * self.query_head, self.q

@@ -13,16 +13,14 @@ import torch
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.latent import latent_columns
 from executor_svc.models.adapters.places import AdapterSizes
-from executor_svc.models.base import ModelConfigError
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.heads.draft import load_draft
-from executor_svc.models.parallel.split import check_split
 from tests.checkpoints import blend, edit_config, make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS, Model, Tokens
-from tests.executor_svc.models.test_model_configs import read as read_spec
 from tests.golden.invariance import ALONE, SETTINGS, load, run
 from tests.golden.test_newer_families import VOCABULARY, check_greedy
 from tests.helpers.core.core_model import Outcome, Rig
+from tests.helpers.executor.rank_threads import RankThreads
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import check_bits_of_chunks, random_prompts
 from tests.helpers.models.peft_adapters import read, save_peft_adapter
@@ -135,13 +133,22 @@ def test_rounded_at_load_and_saved(tmp_path: Path) -> None:
     assert torch.equal(again.whole(tokens), model.whole(tokens))
 
 
-def test_ranks_are_refused_by_name() -> None:
-    from dataclasses import replace
-
-    spec = read_spec("deepseek_v3")
-    dense = replace(spec, layers=tuple(replace(layer, experts=None) for layer in spec.layers))
-    with pytest.raises(ModelConfigError, match="latent attention is not divided among ranks"):
-        check_split(dense, 2)
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_two_ranks(tmp_path: Path, family: str) -> None:
+    """Each has half of the heads, and the latents of all tokens."""
+    folder = make_checkpoint(tmp_path, family, first_k_dense_replace=2)  # without experts
+    model, ranks = Model(folder), RankThreads(folder, 2, {"dtype": "float32"})
+    try:
+        cache = ranks.first.driver().cache
+        assert cache.bytes_per_block == model.driver().cache.bytes_per_block
+        expected = Rig(ranks.first, ALONE, ranks=ranks).run(load())
+        found = Rig(ranks.first, SETTINGS["recompute, no cache, four plans"], ranks=ranks).run(load())
+    finally:
+        ranks.stop()
+    assert found == expected
+    assert {key: value.tokens for key, value in expected.items()} == {
+        key: value.tokens for key, value in run(model, ALONE)[0].items()
+    }
 
 
 @pytest.mark.parametrize("name", ["DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GlmMoeDsaForCausalLM"])

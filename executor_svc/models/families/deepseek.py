@@ -85,9 +85,7 @@ def read_deepseek_v2(config: dict[str, Any]) -> DecoderSpec:
         raise fields.error("topk_method", f"{brief(method)} is not supported; supported: greedy, group_limited_greedy")
     _check_scores(fields, "softmax")
     plain = config if method != "greedy" else {**config, "n_group": None, "topk_group": None}
-    router = read_router(
-        Fields(plain), weighing="scores", two_best=False, factor=_factor(fields, 1.0), rounded=False
-    )
+    router = read_router(Fields(plain), weighing="scores", two_best=False, factor=_factor(fields, 1.0), rounded=False)
     size = fields.integer("moe_intermediate_size")
     shared = size * count_from_0(fields, "n_shared_experts", 2)
     return _sparse(spec, fields, ExpertsSpec(router, size, router_in_float32=True, shared_size=shared))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from cadenza_common.gguf.file import GgufFile
-from executor_svc.models.gguf.latent_content import LATENTS, LOG_MULTIPLIER
 from executor_svc.models.folder import LoaderError
+from executor_svc.models.gguf.latent_content import LATENTS, LOG_MULTIPLIER
 
 VectorReader = Callable[[str], list[float] | None]
 

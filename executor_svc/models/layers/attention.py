@@ -42,7 +42,8 @@ class HeadRows:
     def __call__(self, rows: Tensor) -> Tensor:
         """Return rows [heads * head_size, …] as [heads * padded_head_size, …]."""
         if self.pairs:
-            order, rotated = torch.arange(self.head_size, device=rows.device), slice(self.first, self.first + self.pairs)
+            order = torch.arange(self.head_size, device=rows.device)
+            rotated = slice(self.first, self.first + self.pairs)
             order[rotated] = order[rotated].view(-1, 2).t().flatten()
             rows = rows.view(-1, self.head_size, *rows.shape[1:])[:, order].flatten(0, 1)
         return pad_heads(rows, self.head_size, self.padded_head_size)

@@ -37,8 +37,6 @@ def check_split(spec: DecoderSpec, size: int) -> None:
     """Raise ModelConfigError, by the field's name, for a model that cannot be divided among so many ranks."""
     if spec.has_experts:
         raise ModelConfigError("mixtures of experts are not divided among ranks")
-    if spec.has_latents:
-        raise ModelConfigError("latent attention is not divided among ranks")
     inner = {spec.sizes(index).intermediate_size for index in range(spec.num_layers)}
     for field, count in (("num_attention_heads", spec.num_heads), *(("intermediate_size", each) for each in inner)):
         if count % size:
@@ -94,9 +92,8 @@ def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) ->
     if module == "self_attn":  # its sinks
         return Part((share.of(spec.num_heads),), False, spec.num_heads)
     latent = spec.layers[index].latent
-    if latent is not None and module.startswith("self_attn."):
-        heads = _heads(spec.num_heads, latent.value_size, share)
-        return Part((heads,), True, spec.num_heads * latent.value_size) if module == names.output else None
+    if latent is not None and (size := latent.rows_by_head(spec.names.output).get(module)) is not None:
+        return Part((_heads(spec.num_heads, size, share),), module == names.output, spec.num_heads * size)
     heads, keys = _heads(spec.num_heads, sizes.head_size, share), _kv_heads(sizes, share)
     if module == names.output:
         return Part((heads,), True, spec.num_heads * sizes.head_size)

@@ -226,7 +226,18 @@ def _names(architecture: str) -> gguf.TensorNameMap:
     return gguf.get_tensor_name_map(found, 100)
 
 
-_MIXTURES = ("deepseek2", "mistral4", "ernie4_5-moe", "glm4moe", "gpt-oss", "hunyuan-moe", "minimax-m2", "olmoe", "qwen2moe", "qwen3moe")
+_MIXTURES = (
+    "deepseek2",
+    "mistral4",
+    "ernie4_5-moe",
+    "glm4moe",
+    "gpt-oss",
+    "hunyuan-moe",
+    "minimax-m2",
+    "olmoe",
+    "qwen2moe",
+    "qwen3moe",
+)
 _NEIGHBOURS = ("llama", "granite", "granite_swa", "mistral3", "smollm3")
 
 

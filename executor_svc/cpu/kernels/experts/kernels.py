@@ -31,17 +31,6 @@ _ALL = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class RowBlocks:
-    """Rows in blocks, each of which has a weight of its own."""
-
-    num_rows: int
-    """Of all blocks at most."""
-    blocks: Tensor
-    """As `experts.blocks.group` writes them, with the number of a weight for an expert."""
-    num_blocks: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class CpuRoutes:
     """Implements `device.experts.Routes`; also where the routed rows are, in blocks of one expert each."""
 
@@ -51,15 +40,15 @@ class CpuRoutes:
     """[T, K] int64: the routed row of each choice."""
     sources: Tensor
     """[T * K] int64: the token of each routed row."""
-    rows: RowBlocks
-    """Of the routed rows."""
+    blocks: Tensor
+    num_blocks: Tensor
 
 
 @dataclass(slots=True)
 class _Call:
     """A call of the linears of experts, whose kernels are launched for each block."""
 
-    rows: RowBlocks
+    routes: CpuRoutes
     weights: ExpertWeights
     num_rows: int
     """Of a block at most, and so of what is launched."""
@@ -80,7 +69,7 @@ class CpuExpertLinear:
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
         assert isinstance(routes, CpuRoutes)
-        y, arguments = self._kernels.each_weight(x, routes.rows, self._weights)
+        y, arguments = self._kernels.each_expert(x, routes, self._weights)
         self._arguments += arguments
         return y
 
@@ -110,7 +99,7 @@ class CpuExpertKernels(CpuKernels):
         arguments = (logits.data_ptr(), *given, *_addresses(routes.ids, routes.weights))
         arguments += (self._scratch(num_bytes).data_ptr(), num_bytes)
         self._launch(KernelLaunch(kernel, "rows", 1, 1, arguments), len(logits))
-        written = _addresses(routes.places, routes.sources, routes.rows.blocks, routes.rows.num_blocks)
+        written = _addresses(routes.places, routes.sources, routes.blocks, routes.num_blocks)
         firsts = self._new("firsts of experts", (router.num_experts,), torch.int64)
         kernel = group(self.code, router.num_experts, router.num_chosen)
         arguments = (routes.ids.data_ptr(), *written, firsts.data_ptr())
@@ -128,11 +117,8 @@ class CpuExpertKernels(CpuKernels):
             weights=self._new("weights of chosen", (num_rows, router.num_chosen), torch.float32),
             places=whole("places of chosen", num_rows, router.num_chosen),
             sources=whole("sources of routed", routed),
-            rows=RowBlocks(
-                routed,
-                whole("blocks", most_blocks(routed, router.num_experts), BLOCK_WORDS),
-                whole("number of blocks", 1),
-            ),
+            blocks=whole("blocks", most_blocks(routed, router.num_experts), BLOCK_WORDS),
+            num_blocks=whole("number of blocks", 1),
         )
 
     def take_routed(self, x: Tensor, routes: Routes) -> Tensor:
@@ -173,13 +159,13 @@ class CpuExpertKernels(CpuKernels):
 
     # ------------------------------------------------------------------ kernels for each block
 
-    def each_weight(self, x: Tensor, rows: RowBlocks, weights: ExpertWeights) -> tuple[Tensor, list[IntArray]]:
-        """Return the rows of linears for rows x in blocks, and memory that a recording keeps addresses of.
+    def each_expert(self, x: Tensor, routes: CpuRoutes, weights: ExpertWeights) -> tuple[Tensor, list[IntArray]]:
+        """Return the rows of experts' linears for routed rows x, and memory that a recording keeps addresses of.
 
         The first expert's linear is launched over the rows of one block, and every launch becomes one over all blocks.
         """
         first = weights.first
-        call = self._call = _Call(rows, weights, min(len(x), ROWS_AT_ONCE))
+        call = self._call = _Call(routes, weights, min(len(x), ROWS_AT_ONCE))
         call.advances.append((x, BlockArgument(0, row_bytes=x.nbytes // len(x))))
         try:
             y = self.stored_linear(x[: call.num_rows], first.parts, first.bias, first.out_features, x.dtype)
@@ -191,7 +177,7 @@ class CpuExpertKernels(CpuKernels):
         call = self._call
         if call is None:
             return super()._new(name, shape, dtype)
-        rows, blocks = call.rows.num_rows, len(call.rows.blocks)
+        rows, blocks = len(call.routes.sources), len(call.routes.blocks)
         if name.startswith(_BY_BLOCK):
             made = super()._new(name, (blocks, *shape), dtype)
             call.advances.append((made, BlockArgument(0, block_bytes=made.nbytes // blocks)))
@@ -223,10 +209,10 @@ class CpuExpertKernels(CpuKernels):
         call.arguments.append(arguments)
         kernel = each_block(self.code, 1 + len(made))
         how = launch.share, launch.groups, launch.least
-        places = (self.code.address(launch.kernel), arguments.ctypes.data, *how, call.rows.blocks.data_ptr())
-        counted = call.rows.num_blocks.data_ptr()
+        places = (self.code.address(launch.kernel), arguments.ctypes.data, *how, call.routes.blocks.data_ptr())
+        counted = call.routes.num_blocks.data_ptr()
         over_all = KernelLaunch(kernel, "rows", _ALL, launch.groups, places, counted_at=counted)
-        super()._launch(over_all, call.rows.num_rows)
+        super()._launch(over_all, len(call.routes.sources))
 
     def _argument(self, call: _Call, value: int) -> BlockArgument:
         """Return what becomes of an argument: of an address in rows, or in the first expert's weight."""

@@ -360,9 +360,7 @@ def _store_totals(emit: Emitter, vectors: Sequence[Vec], address: Int) -> None:
         else:
             low, high = list(range(LANES)), [lane ^ distance for lane in range(LANES)]
             pairs = [(found[0], found[0])]
-        found = [
-            Vec(emit, _shuffled(emit, pair, low)) + Vec(emit, _shuffled(emit, pair, high)) for pair in pairs
-        ]
+        found = [Vec(emit, _shuffled(emit, pair, low)) + Vec(emit, _shuffled(emit, pair, high)) for pair in pairs]
         distance //= 2
     for which, lane in enumerate(lanes):
         number = builder.extract_element(found[0].value, ir.Constant(_I32, lane))

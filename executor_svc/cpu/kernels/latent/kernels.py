@@ -9,7 +9,7 @@ from torch.nn import functional
 from executor_svc.cpu.kernels.attention_plan import CpuAttentionPlan
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.experts.blocks import BLOCK_WORDS, head_blocks
-from executor_svc.cpu.kernels.experts.kernels import CpuExpertKernels, RowBlocks
+from executor_svc.cpu.kernels.experts.kernels import CpuExpertKernels, CpuRoutes
 from executor_svc.cpu.kernels.experts.weights import ExpertWeights
 from executor_svc.cpu.kernels.latent import rows
 from executor_svc.cpu.kernels.latent.attention import latent_attention, scratch_bytes
@@ -58,9 +58,9 @@ class CpuHeadLinear:
         self._arguments: list[IntArray] = []
         """Kept for recorded programs."""
 
-    def __call__(self, x: Tensor, blocks: RowBlocks) -> Tensor:
+    def __call__(self, x: Tensor, heads: CpuRoutes) -> Tensor:
         """Return rows by head [H * T, padded_out] for rows by head x [H * T, padded_in]."""
-        y, arguments = self._kernels.each_weight(x, blocks, self._weights)
+        y, arguments = self._kernels.each_expert(x, heads, self._weights)
         self._arguments += arguments
         return y
 
@@ -122,15 +122,15 @@ class CpuLatentKernels(CpuExpertKernels):
         assert isinstance(absorb, CpuHeadLinear)
         assert isinstance(expand, CpuHeadLinear)
         heads = HeadColumns(shape.num_heads, q.shape[1] // shape.num_heads, absorb.in_features, absorb.padded_in)
-        blocks = self._head_blocks(len(q), shape.num_heads)
-        absorbed = absorb(self._split(q, rope, heads), blocks)
+        routes = self._head_routes(len(q), shape.num_heads)
+        absorbed = absorb(self._split(q, rope, heads), routes)
         found = self._new("attended latents", tuple(absorbed.shape), q.dtype)
         kernel = latent_attention(self.code, _dtype(q), shape, kv_layer.shape[3])
         size, (first, stride, _) = q.element_size(), cache_arguments(kv_layer)
         rotated = q.data_ptr() + heads.first * size, q.stride(0) * size, heads.all * size
         arguments = (absorbed.data_ptr(), *rotated, first, stride, found.data_ptr(), plan.table[table].ctypes.data)
         self._launch(KernelLaunch(kernel, plan.name, 1, 1, arguments), plan.num_tiles)
-        values = expand(found, blocks)
+        values = expand(found, routes)
         joined = HeadColumns(shape.num_heads, expand.out_features, expand.out_features, expand.padded_out)
         out = self._new("attended", (len(q), shape.num_heads * expand.out_features), q.dtype)
         kernel = rows.join_heads(self.code, _dtype(q), joined)
@@ -148,14 +148,15 @@ class CpuLatentKernels(CpuExpertKernels):
         self._launch(KernelLaunch(kernel, "rows", 1, 1, arguments), len(q))
         return y
 
-    def _head_blocks(self, num_rows: int, num_heads: int) -> RowBlocks:
-        """Return rows by head in blocks."""
+    def _head_routes(self, num_rows: int, num_heads: int) -> CpuRoutes:
+        """Return where rows by head are, as those of experts that every token chooses; nothing else of it is there."""
         most = num_heads * -(-num_rows // ROWS_AT_ONCE)
         blocks = self._new("blocks of heads", (most, BLOCK_WORDS), torch.int64)
         number = self._new("number of blocks of heads", (1,), torch.int64)
         kernel = head_blocks(self.code, num_heads)
         self._launch(KernelLaunch(kernel, "rows", _ALL, 1, _addresses(blocks, number)), num_rows)
-        return RowBlocks(num_heads * num_rows, blocks, number)
+        nothing = torch.empty(num_heads * num_rows, 0, dtype=torch.int64)
+        return CpuRoutes(nothing, nothing, nothing, nothing, blocks, number)
 
 
 def _columns(x: Tensor) -> tuple[int, int]:

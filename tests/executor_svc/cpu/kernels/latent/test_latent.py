@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
-from executor_svc.cpu.kernels.latent.kernels import CpuLatentKernels
+from executor_svc.cpu.kernels.latent.kernels import CpuHeadLinear, CpuLatentKernels
 from executor_svc.device import reference
 from executor_svc.device.kernels import AttentionShape, Rope
 from executor_svc.device.kv_layout import KVLayout, LayerKV
@@ -22,7 +23,7 @@ from tests.executor_svc.driver import flat_batch
 
 Chunks = list[tuple[int, int]]
 F32, BF16 = torch.float32, torch.bfloat16
-KERNELS = CpuLatentKernels()
+KERNELS, THREADS = CpuLatentKernels(), CpuLatentKernels(2)
 LONGEST = 200
 EPS = 1e-6
 
@@ -106,9 +107,8 @@ def compare(chunks: Chunks, case: Case, kernels: CpuLatentKernels = KERNELS) -> 
     heads = q.unflatten(1, (case.heads, -1)).double()
     turned = reference.rope(heads[..., case.nope :], case.angles[batch.positions].double())
     rotated = torch.cat([heads[..., : case.nope], turned], -1) * case.scales[batch.positions].double()[:, None, None]
-    expected = reference.latent_attention(
-        rotated, case.absorb, case.expand, stored, batch.query_start_loc, batch.seq_lens, batch.block_tables, shape.scale
-    )
+    where = batch.query_start_loc, batch.seq_lens, batch.block_tables, shape.scale
+    expected = reference.latent_attention(rotated, case.absorb, case.expand, stored, *where)
     linears = kernels.head_linear(case.absorb), kernels.head_linear(case.expand)
     plan = plan_for(kernels, shape, batch, LONGEST)
     found = kernels.latent_attention(q, case.ropes(batch), *linears, layer, shape, plan)
@@ -141,5 +141,58 @@ def test_mixtures(chunks: Chunks, sizes: tuple[int, int, int, int, int, int, tor
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_and_threads(isa: str) -> None:
+    kernels = CpuLatentKernels(2, ISAS[isa])
     for dtype in (F32, BF16):
-        compare([(0, 100), (63, 2), (64, 1), (0, 1)], Case(16, 64, 16, 32, 32, 16, dtype), CpuLatentKernels(2, ISAS[isa]))
+        compare([(0, 100), (63, 2), (64, 1), (0, 1)], Case(16, 64, 16, 32, 32, 16, dtype), kernels)
+
+
+@settings(max_examples=20)
+@given(chunks=mixtures(), sizes=st.sampled_from(SIZES[:5]), seed=st.integers(0, 2**31))
+def test_a_row_has_the_bits_that_it_has_alone(
+    chunks: Chunks, sizes: tuple[int, int, int, int, int, int, torch.dtype], seed: int
+) -> None:
+    """In other batches and tiles, in blocks of other sizes, with two threads; after what others left in the memory."""
+    *shape, block_size, dtype = sizes
+    case = Case(*shape, block_size, dtype, seed=seed)
+    linears = [kernels.head_linear(each) for kernels in (KERNELS, THREADS) for each in (case.absorb, case.expand)]
+    contents = [case.tokens(context + count) for context, count in chunks]
+    tables, num_blocks = shuffled_tables(chunks, block_size, seed)
+    together = attended(case, KERNELS, linears[:2], chunks, contents, tables, case.cache(num_blocks))
+    other = replace_block_size(case, 64 if block_size < 64 else 8)
+    first = 0
+    for (context, count), content in zip(chunks, contents, strict=True):
+        split = count // 2
+        ends = [each for each in (context + split, context + count) if each > context]
+        table, blocks = shuffled_tables([(0, context + count)], other.block_size, seed)
+        layer, start = other.cache(blocks), context
+        for end in ends:
+            given = content[0][:end], content[1][:end]
+            rows = attended(other, THREADS, linears[2:], [(start, end - start)], [given], table, layer)
+            assert torch.equal(rows, together[first : first + end - start])
+            first, start = first + end - start, end
+
+
+def replace_block_size(case: Case, block_size: int) -> Case:
+    other = copy(case)
+    other.block_size = block_size
+    return other
+
+
+def attended(
+    case: Case,
+    kernels: CpuLatentKernels,
+    linears: list[CpuHeadLinear],
+    chunks: Chunks,
+    contents: list[tuple[Tensor, Tensor]],
+    tables: list[list[int]],
+    layer: Tensor,
+) -> Tensor:
+    """Write all tokens of sequences up to the chunks' ends, and attend those of the chunks."""
+    whole = flat_batch([(0, sum(chunk)) for chunk in chunks], tables, case.block_size, [0] * sum(map(sum, chunks)))
+    kv = torch.cat([each for _, each in contents])
+    plan = plan_for(kernels, case.shape, whole, LONGEST)
+    kernels.write_latents(kv, case.norm, EPS, case.ropes(whole), layer, case.shape, plan)
+    batch = flat_batch(chunks, tables, case.block_size, [0] * sum(count for _, count in chunks))
+    q = torch.cat([each[context:] for (context, _), (each, _) in zip(chunks, contents, strict=True)])
+    plan = plan_for(kernels, case.shape, batch, LONGEST)
+    return kernels.latent_attention(q, case.ropes(batch), *linears, layer, case.shape, plan)

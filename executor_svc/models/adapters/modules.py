@@ -70,7 +70,7 @@ def _linears(spec: DecoderSpec) -> dict[str, LinearName]:
         elif latent.query_size is None:
             found |= dict.fromkeys((latent.q_whole, latent.kv), "attention.latents")
         else:
-            into, out = latent.q
-            found |= dict.fromkeys((into, latent.kv), "attention.latents") | {out: "attention.queries"}
+            found |= dict.fromkeys((latent.q[0], latent.kv), "attention.latents")
+            found[latent.q[1]] = "attention.queries"
     found |= dict.fromkeys(names.into_mlp, "mlp.gate_up")
     return found | {names.output: "attention.output", names.down: "mlp.down", HEAD: "lm_head"}

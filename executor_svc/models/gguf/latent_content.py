@@ -35,7 +35,7 @@ def latent_content(file: GgufFile, architecture: str, content: dict[str, Any]) -
     if head <= rope:
         raise metadata.error(key("attention.key_length"), f"{head} must be above rope.dimension_count {rope}")
     has_latent = "blk.0.attn_q.weight" not in file.tensors
-    found = {
+    found: dict[str, Any] = {
         "kv_lora_rank": metadata.integer(key("attention.kv_lora_rank")),
         "q_lora_rank": metadata.integer(key("attention.q_lora_rank")) if has_latent else None,
         "qk_rope_head_dim": rope,

@@ -139,8 +139,6 @@ def test_two_ranks(tmp_path: Path, family: str) -> None:
     folder = make_checkpoint(tmp_path, family, first_k_dense_replace=2)  # without experts
     model, ranks = Model(folder), RankThreads(folder, 2, {"dtype": "float32"})
     try:
-        cache = ranks.first.driver().cache
-        assert cache.bytes_per_block == model.driver().cache.bytes_per_block
         expected = Rig(ranks.first, ALONE, ranks=ranks).run(load())
         found = Rig(ranks.first, SETTINGS["recompute, no cache, four plans"], ranks=ranks).run(load())
     finally:

@@ -159,6 +159,7 @@ def _read(config: dict[str, Any], positions: int, rope: RopeReader, eps: float =
     fields = Fields(config)
     for name in _INDEXERS:
         fields.refuse(name, "attention to keys that an indexer chooses is not supported")
+    fields.refuse("mlp_bias", "biases of the MLP are not supported")
     latent = LatentSpec(
         size=fields.integer("kv_lora_rank"),
         rope_size=fields.integer("qk_rope_head_dim", 64),

@@ -36,6 +36,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4_moe", {"n_shared_experts": -1}, "n_shared_experts must be a positive integer, not -1"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported; supported: greedy, group"),
     ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported; supported: softmax"),
+    ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is True: biases of the MLP are not supported"),
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; supported: noaux_tc"),
     ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer, not 0"),
     ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank must be a positive integer, not -1"),

@@ -55,7 +55,7 @@ class LatentWeights:
         output = linear_weight([self._open(prefix, spec.names.output)], builder.dtype)
         output_bias = None
         if spec.output_bias:
-            output_bias = self._weights.get(f"{prefix}{spec.names.output}.bias", (spec.hidden_size,))
+            output_bias = self._named_bias(prefix + spec.names.output, spec.hidden_size)
         return LatentAttention(
             shape,
             linear,

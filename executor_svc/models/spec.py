@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from executor_svc.device.kernels import HeadNormKind
 from executor_svc.models.file_form import HEAD as HEAD
 from executor_svc.models.file_form import TABLE as TABLE
 from executor_svc.models.file_form import FileForm
+from executor_svc.models.latent_spec import LatentSpec
 from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import LATER, QueryScaling, RopeConfig
@@ -66,6 +67,8 @@ class ExpertNames:
     """Whether it has the shape [1, E]."""
     into: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     """Gate and up, or one linear of both."""
+    both: str | None = field(default=None, repr=False)
+    """One linear of both, where files have it instead; None: none do."""
     down: str = "mlp.experts.{}.down_proj"
     shared_into: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     """Of what all tokens share, likewise."""
@@ -143,6 +146,8 @@ class LayerSpec:
     """Index of an earlier layer of the same heads, whose keys and values it reads; None: it has its own."""
     head_norms: bool = field(default=True, repr=False, metadata=LATER)
     """Whether it has the norms of heads that the model has."""
+    latent: LatentSpec | None = field(default=None, repr=False, metadata=LATER)
+    """None: its keys and values are those of heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +242,11 @@ class DecoderSpec:
         return any(layer.experts is not None for layer in self.layers)
 
     @property
+    def has_latents(self) -> bool:
+        """Whether keys and values of a layer are made of latents."""
+        return any(layer.latent is not None for layer in self.layers)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -289,8 +299,9 @@ def _later_values(part: Any) -> list[tuple[str, Any]]:
 def bias_names(spec: DecoderSpec) -> list[list[list[str]]]:
     """Return the names of biases that the model may have: of attention and MLP, of each linear, of each layer."""
     names, layers = spec.names, range(spec.num_layers)
-    qkv = [[index for index in layers if name in qkv_rows(spec, index)] for name in names.qkv]
-    attention = list(zip(names.qkv, qkv, strict=True)) if spec.qkv_bias else []
+    biased = [_biased_rows(spec, index) for index in layers] if spec.qkv_bias else []
+    found = dict.fromkeys(name for rows in biased for name in rows)
+    attention = [(name, [index for index in layers if name in biased[index]]) for name in found]
     attention += [(names.output, list(layers))] if spec.output_bias else []
     mlp = [(name, list(layers)) for name in (*names.into_mlp, names.down)] if spec.mlp_bias else []
     return [
@@ -315,9 +326,12 @@ def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
 
 def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
     hidden, names, inputs, sizes = spec.hidden_size, spec.names, spec.layer_inputs, spec.sizes(index)
-    found = {name: (rows, hidden) for name, rows in qkv_rows(spec, index).items()}
-    found[names.output] = (hidden, spec.num_heads * sizes.head_size)
-    experts = spec.layers[index].experts
+    experts, latent = spec.layers[index].experts, spec.layers[index].latent
+    if latent is None:
+        found = {name: (rows, hidden) for name, rows in qkv_rows(spec, index).items()}
+        found[names.output] = (hidden, spec.num_heads * sizes.head_size)
+    else:
+        found = latent.shapes(hidden, spec.num_heads, names.output)
     if experts is not None:
         found |= dict(expert_shapes(experts, hidden))
     else:
@@ -326,6 +340,14 @@ def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
     if inputs is not None:
         found |= {inputs.gate: (inputs.size, hidden), inputs.projection: (hidden, inputs.size)}
     return found
+
+
+def _biased_rows(spec: DecoderSpec, index: int) -> Iterable[str]:
+    """Return the linears of a layer's attention that `qkv_bias` is of."""
+    latent = spec.layers[index].latent
+    if latent is None:
+        return qkv_rows(spec, index)
+    return (latent.kv,) if latent.query_size is None else (latent.q[0], latent.kv)
 
 
 def expert_shapes(experts: ExpertsSpec, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -29,6 +29,7 @@ from tests.helpers.services import executor_service, scheduler_service
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in MIXTURES},
+    "deepseek_v3 of halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "n_shared_experts": 2}),
     "qwen2_moe of shares": ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": []}),
 }
 

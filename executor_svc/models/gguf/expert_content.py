@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from cadenza_common.gguf.file import GgufFile
+from executor_svc.models.gguf.latent_content import LATENTS, latent_content
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
@@ -15,6 +16,7 @@ CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 MAX_LAYERS = 10_000
 """As many as a config.json may have."""
 MIXTURES = {
+    **dict.fromkeys(LATENTS, ("DeepseekV3ForCausalLM", "deepseek_v3")),
     "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
     "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
@@ -51,7 +53,11 @@ def expert_content(file: GgufFile, architecture: str, content: dict[str, Any]) -
         case "qwen3moe":
             found |= {"norm_topk_prob": True}
         case "glm4moe":
+            found |= {"use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.tensors)}
             found |= _glm(file, architecture, content)
+        case "deepseek2" | "mistral4":
+            found |= _glm(file, architecture, content)
+            found |= latent_content(file, architecture, content)
         case "ernie4_5-moe":
             found |= {
                 "use_bias": content["attention_bias"] or content["mlp_bias"],
@@ -101,7 +107,6 @@ def _glm(file: GgufFile, architecture: str, content: dict[str, Any]) -> dict[str
     return {
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": heads,
-        "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.tensors),
         "n_group": metadata.integer(key("expert_group_count"), 1),
         "topk_group": metadata.integer(key("expert_group_used_count"), 1),
         "n_shared_experts": metadata.integer(key("expert_shared_count"), at_least=0),

@@ -15,13 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
+from executor_svc.cpu.kernels.latent.kernels import CpuLatentKernels
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.registry import ARCHITECTURES, own_architecture
 from executor_svc.models.spec import DecoderSpec, linear_shapes
 from executor_svc.models.stored_names import decoder_names
 
 FILES = sorted((Path(__file__).parents[2] / "data" / "published_configs").iterdir())
+MIXTURE_LAYERS = 4
+"""As many of one whose layers have hundreds of experts."""
 LISTS = ("layer_types", "no_rope_layers", "layer_rope_theta")
 MOST_LAYERS = 8
 """Of a model that is built: more are alike."""
@@ -33,7 +35,7 @@ class Shapes:
 
     asked: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         self.asked[name] = shape
         return torch.empty(shape, device="meta")
 
@@ -59,10 +61,20 @@ class Stored:
         return self.tensor
 
 
+class Kernels(CpuLatentKernels):
+    """Those that weights are prepared for need none."""
+
+    def head_linear(self, weight: Tensor) -> Any:
+        return tuple(weight.shape)
+
+    def expert_linear(self, linears: Any) -> Any:
+        return tuple(linears)
+
+
 class Builder:
     """Implements `models.base.Builder` without memory."""
 
-    torch_device, dtype, kernels = torch.device("cpu"), torch.bfloat16, CpuKernels()
+    torch_device, dtype, kernels = torch.device("cpu"), torch.bfloat16, Kernels()
 
     def prepare_linear(self, name: str, weight: Any, bias: Tensor | None = None) -> Any:
         return tuple(weight.shape)
@@ -78,7 +90,8 @@ def few_layers(content: dict[str, Any]) -> dict[str, Any]:
     lists: dict[str, Any] = {name: content[name][:MOST_LAYERS] for name in LISTS if content.get(name)}
     if content.get("num_kv_shared_layers"):
         lists["num_kv_shared_layers"] = 2
-    return {**content, count_of_layers(content): min(MOST_LAYERS, content[count_of_layers(content)]), **lists}
+    most = MIXTURE_LAYERS if content.get("n_routed_experts") else MOST_LAYERS
+    return {**content, count_of_layers(content): min(most, content[count_of_layers(content)]), **lists}
 
 
 def count_of_layers(content: dict[str, Any]) -> str:
@@ -87,17 +100,35 @@ def count_of_layers(content: dict[str, Any]) -> str:
 
 def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors of the text part."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
-    fields = {name: value for name, value in content.items() if name not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(content["model_type"], **fields)
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+    known = ("architectures", "model_type", "quantization_config")
+    fields = {name: value for name, value in content.items() if name not in known}
+    config = AutoConfig.for_model(content["model_type"].replace("kimi_k2", "deepseek_v3"), **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(value.shape) or (1,) for name, value in model.state_dict().items()}
     names = decoder_names(shapes, spec.names.first, spec.files)
     own = {name: stored for name, stored in names.items() if not is_ignored(name, spec)}
     assert all(spec.files.stored_name(name) == stored or name == stored for name, stored in own.items())
-    return {name: in_order(name, shapes[stored], spec) for name, stored in own.items()}
+    found = {name: in_order(name, shapes[stored], spec) for name, stored in own.items()}
+    return {name: shape for each in found.items() for name, shape in by_expert(*each)}
+
+
+def by_expert(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors of a module of all experts as files have them: transformers joins gate and up, and experts."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        yield name, shape
+        return
+    prefix, _, module = name.rpartition(".")
+    count, rows, columns = shape
+    for expert in range(count):
+        if module == "down_proj":
+            yield f"{prefix}.{expert}.down_proj.weight", (rows, columns)
+            continue
+        for part in ("gate_proj", "up_proj"):
+            yield f"{prefix}.{expert}.{part}.weight", (rows // 2, columns)
 
 
 def in_order(name: str, shape: tuple[int, ...], spec: DecoderSpec) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from cadenza_common.gguf.file import GgufError, GgufFile
 from cadenza_common.hub.download import repo_of
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
-from executor_svc.device.experts import ExpertKernels
 from executor_svc.device.interface import Device
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
@@ -120,7 +119,7 @@ def load_model(
     NumericsError if exact numerics are requested and this machine cannot guarantee them.
     """
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
-    if checkpoint.architecture is not None and _has_kernels(device, checkpoint):
+    if checkpoint.architecture is not None:
         return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes, join)
     if join is not None:
         raise LoaderError(
@@ -128,15 +127,6 @@ def load_model(
             "--tensor-parallel-size needs"
         )
     return load_through_transformers(config, device, checkpoint.folder, checkpoint.content, checkpoint.names)
-
-
-def _has_kernels(device: Device, checkpoint: Checkpoint) -> bool:
-    """Return whether the device has kernels of all parts of an architecture with code in Cadenza."""
-    if isinstance(device.kernels, ExpertKernels) or not checkpoint.read_spec().has_experts:
-        return True
-    if checkpoint.gguf is not None:
-        raise LoaderError(f"--model {checkpoint.folder}: mixtures of experts in GGUF need --device cpu")
-    return False
 
 
 ReadEnds = Callable[[bool, bool], Ends]

@@ -136,13 +136,3 @@ def test_ranks_are_refused_by_name() -> None:
 def test_adapters_change_attention_head_and_embeddings_alone(family: str) -> None:
     modules = decoder_modules(read(family))
     assert {module.linear for module in modules.values()} == {"attention.qkv", "attention.output", "lm_head", None}
-
-
-def test_without_kernels_of_experts_a_mixture_runs_through_transformers(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU."""
-    monkeypatch.setattr("executor_svc.models.loading.ExpertKernels", type("None_", (), {}))
-    assert Model(folder, numerics="fast").device.numerics == "fast"
-    with pytest.raises(LoaderError, match="Glm4MoeForCausalLM runs through transformers' own code"):
-        Model(folder, numerics="exact")

@@ -149,8 +149,9 @@ class GpuExpertKernels(GpuKernels):
         y = self.new("combined", (tokens, rows.shape[1]), rows.dtype)
 
         def run(n: int) -> None:
-            more = (None if each is None else each[:n] for each in (beside, gate))
-            combine(rows[: n * num_chosen], routes.places[:n], routes.weights[:n], router.rounded, *more, y[:n])
+            more, opened = (None if each is None else each[:n] for each in (beside, gate))
+            places, weights = routes.places[:n], routes.weights[:n]
+            combine(rows[: n * num_chosen], places, weights, router.rounded, more, opened, y[:n])
 
         return self.run(y, run)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from executor_svc.gpu.kernels.rows import DTYPES, HIDDEN_SIZES, check, chunk_size, chunks, options, variant
+from executor_svc.gpu.kernels.rows import DTYPES, check, chunk_size, chunks, options, variant
 from executor_svc.gpu.kernels.variant import Variant
 
 
@@ -84,8 +84,7 @@ def variants() -> list[Variant]:
     """Return the sum alone, and beside a shared expert without and with a gate."""
     return [
         _variant(hidden, dtype, beside, gate)
-        for hidden in HIDDEN_SIZES[-3:]
-        for dtype in DTYPES.values()
+        for hidden, dtype in [(2048, "bf16"), *((4096, dtype) for dtype in DTYPES.values())]
         for beside, gate in ((False, False), (True, False), (True, True))
     ]
 

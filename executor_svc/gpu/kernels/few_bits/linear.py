@@ -11,7 +11,7 @@ the parts in their order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ _TILES = (
 """Measured on an H200."""
 _GROUPS_OF_16 = FewBitsTile(rows=16, num_warps=4, num_stages=4, programs_per_sm=4)
 """A product of 16 columns is too small for its instruction."""
+_128_OF_EXPERTS = replace(_TILES[-1], num_warps=8)
+"""Theirs are not widened for more rows. With 4 warps registers are spilled on sm_80."""
 TILE_ROWS = tuple(tile.rows for tile in _TILES)
 """Maximum rows of each kernel, ascending."""
 MOST_ROWS = TILE_ROWS[-1]
@@ -66,6 +68,12 @@ def tile_of(rows: int, kind: QuantFormat) -> FewBitsTile:
     """Return the tile for so many rows, up to MOST_ROWS."""
     found = next(tile for tile in _TILES if rows <= tile.rows)
     return _GROUPS_OF_16 if found.scaled_sums and kind.group == 16 else found
+
+
+def tile_of_experts(rows: int, kind: QuantFormat) -> FewBitsTile:
+    """Return the tile for blocks of so many rows."""
+    tile = tile_of(rows, kind)
+    return _128_OF_EXPERTS if tile is _TILES[-1] else tile
 
 
 def num_parts(tile: FewBitsTile, out_features: int, steps: int, num_sms: int) -> int:
@@ -188,7 +196,7 @@ def few_bits_of_experts(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Ten
     """
     _check(x, weight, bias, out, weight.num_experts)
     if len(x):
-        launch(x, weight, bias, out, None, tile_of(blocks.rows, weight.layout.kind), 1, blocks)
+        launch(x, weight, bias, out, None, tile_of_experts(blocks.rows, weight.layout.kind), 1, blocks)
 
 
 def launch(
@@ -290,9 +298,12 @@ def variants() -> list[Variant]:
     # To logits; and with halves of 32 columns.
     found += [_variant(_COMMON[1], tile, "bf16", "fp32") for tile in _tiles(_COMMON[1])]
     found += [_variant(kind, _TILES[0], "bf16", "bf16", columns=576) for kind in _COMMON[2:4]]
-    of_experts = [(kind, _tiles(kind)) for kind in (_COMMON[0], _RARE[6])]
-    of_experts += [(kind, [_tiles(kind)[0], _tiles(kind)[-1]]) for kind in _COMMON[1:]]
-    return found + [_variant(kind, tile, "bf16", "bf16", experts=True) for kind, tiles in of_experts for tile in tiles]
+    of_experts = [(kind, TILE_ROWS) for kind in (_COMMON[0], _RARE[6])]
+    of_experts += [(kind, (TILE_ROWS[0], TILE_ROWS[-1])) for kind in _COMMON[1:]]
+    for kind, counts in of_experts:
+        tiles = [tile_of_experts(rows, kind) for rows in counts]
+        found += [_variant(kind, tile, "bf16", "bf16", experts=True) for tile in tiles]
+    return found
 
 
 def _tiles(kind: QuantFormat) -> list[FewBitsTile]:
@@ -332,6 +343,7 @@ def _variant(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         fp_fusion=False,
+        no_spills=experts,
         wgmma=not tile.scaled_sums,
         quick=kind.name == "Q4_K" and (rows, out, experts) == ("bf16", "bf16", False) and tile.rows == 16,
     )

@@ -25,7 +25,7 @@ from executor_svc.gpu.kernels.experts.combine import combine
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels, Operation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GpuRoutes:
     """Implements `device.experts.Routes`; also where the routed rows are, in blocks of one expert each."""
 

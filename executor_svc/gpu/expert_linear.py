@@ -21,8 +21,8 @@ _Part = PackedRows | GpuLinear
 
 
 @runtime_checkable
-class PreparedLinear(Protocol):
-    """A linear of a GPU, as the device prepares it."""
+class StackableLinear(Protocol):
+    """A linear as the GPU device prepares it."""
 
     linear: GpuLinear | GpuStoredLinear
 
@@ -94,7 +94,7 @@ class FewBitsExperts:
 class StackedExperts:
     """The weights of experts of one shape and format, part by part, and their products with routed rows."""
 
-    def __init__(self, linears: Sequence[PreparedLinear]) -> None:
+    def __init__(self, linears: Sequence[StackableLinear]) -> None:
         """Raises ValueError for linears that are not alike, or whose columns are in another order."""
         parts = [_parts(each.linear) for each in linears]
         if any([_kind(part) for part in each] != [_kind(part) for part in parts[0]] for each in parts):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor_svc.device.experts import Router, Routes
 from executor_svc.device.kernels import Linear
-from executor_svc.gpu.expert_linear import PreparedLinear, StackedExperts
+from executor_svc.gpu.expert_linear import StackableLinear, StackedExperts
 from executor_svc.gpu.kernels import activation
 from executor_svc.gpu.kernels.experts.blocks import (
     BLOCK_WORDS,
@@ -161,8 +161,8 @@ class GpuExpertKernels(GpuKernels):
         return super().run(result, operation if self._recording is None else lambda n: operation(n * times))
 
 
-def _prepared(linear: Linear) -> PreparedLinear:
-    assert isinstance(linear, PreparedLinear), f"no linear of an expert: {linear}"
+def _prepared(linear: Linear) -> StackableLinear:
+    assert isinstance(linear, StackableLinear), f"no linear of an expert: {linear}"
     return linear
 
 

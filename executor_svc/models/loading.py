@@ -17,7 +17,6 @@ from cadenza_common.gguf.file import GgufError, GgufFile
 from cadenza_common.hub.download import repo_of
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
-from executor_svc.device.experts import ExpertKernels
 from executor_svc.device.interface import Device
 from executor_svc.device.latent import LatentKernels
 from executor_svc.device.ranks import RankKernels, Share
@@ -135,17 +134,11 @@ def load_model(
 
 def _has_kernels(device: Device, checkpoint: Checkpoint) -> bool:
     """Return whether the device has kernels of all parts of an architecture with code in Cadenza."""
-    kernels = device.kernels
-    if isinstance(kernels, ExpertKernels) and isinstance(kernels, LatentKernels):
+    if isinstance(device.kernels, LatentKernels) or not checkpoint.read_spec().has_latents:
         return True
-    spec, lacking = checkpoint.read_spec(), ""
-    if spec.has_experts and not isinstance(kernels, ExpertKernels):
-        lacking = "mixtures of experts"
-    elif spec.has_latents and not isinstance(kernels, LatentKernels):
-        lacking = "models with latent attention"
-    if lacking and checkpoint.gguf is not None:
-        raise LoaderError(f"--model {checkpoint.folder}: {lacking} in GGUF need --device cpu")
-    return not lacking
+    if checkpoint.gguf is not None:
+        raise LoaderError(f"--model {checkpoint.folder}: models with latent attention in GGUF need --device cpu")
+    return False
 
 
 ReadEnds = Callable[[bool, bool], Ends]

@@ -162,13 +162,3 @@ def test_adapters_change_attention_head_and_embeddings_alone(family: str) -> Non
         inner = {"attention.latents", "attention.queries"}
     modules = decoder_modules(spec)
     assert {module.linear for module in modules.values()} == {*inner, "attention.output", "lm_head", None}
-
-
-def test_without_kernels_of_experts_a_mixture_runs_through_transformers(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU."""
-    monkeypatch.setattr("executor_svc.models.loading.ExpertKernels", type("None_", (), {}))
-    assert Model(folder, numerics="fast").device.numerics == "fast"
-    with pytest.raises(LoaderError, match="Glm4MoeForCausalLM runs through transformers' own code"):
-        Model(folder, numerics="exact")

@@ -14,7 +14,7 @@ from executor_svc.device.dequantize import dequantize
 from executor_svc.device.interface import DeviceError
 from executor_svc.device.stored_linear import FewBits, StoredLinear
 from executor_svc.gpu import stored_linear
-from executor_svc.gpu.linear import SumsWorkspace
+from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
 from executor_svc.gpu.stored_linear import GpuStoredLinear
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.cpu.kernels.quantized.formats import Q4_K, Q6_K, format_of, random_block
@@ -86,6 +86,23 @@ def test_tokens_of_a_mixture_in_few_bits_are_those_of_its_numbers(tmp_path: Path
     model = Model(few_bits, **GPU)
     assert forms(model) == {"weights alone"}
     assert tokens_of(model) == tokens_of(Model(dense, **GPU))
+
+
+def test_experts_are_quantized_and_routers_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in float32, as GLM-4.5 has it, could not be."""
+    made: list[tuple[torch.dtype, int, str]] = []
+
+    def noted(weight: torch.Tensor, bias: Any, quantization: Quantization, workspace: SumsWorkspace) -> GpuLinear:
+        made.append((weight.dtype, len(weight), quantization))
+        return make_linear(weight, bias, quantization, workspace)
+
+    monkeypatch.setattr("executor_svc.gpu.device.make_linear", noted)
+    shape = {"num_hidden_layers": 2, "moe_intermediate_size": 24, "n_routed_experts": 7, "n_group": 1, "topk_group": 1}
+    folder = make_checkpoint(tmp_path, "glm4_moe", **shape)
+    model = Model(folder, quantization="int8", **GPU)
+    assert [each for each in made if each[0] == torch.float32] == [(torch.float32, 7, "none")]
+    assert made.count((torch.bfloat16, 48, "int8")) >= 7
+    assert [len(step) for step in tokens_of(model)] == [0, 2, 2]
 
 
 def test_in_float32_weights_are_dense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

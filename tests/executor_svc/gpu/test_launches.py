@@ -47,9 +47,16 @@ def stub(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_kernels_are_compiled_and_launched_as_on_a_gpu(stub: Path, tmp_path: Path) -> None:
+OF_EXPERTS = {"_choose", "_sum_counts", "_place", "_linear_of_experts", "_combine"}
+
+
+@pytest.mark.parametrize(("family", "kernels"), [("llama", set()), ("glm4_moe", OF_EXPERTS)])
+def test_kernels_are_compiled_and_launched_as_on_a_gpu(
+    family: str, kernels: set[str], stub: Path, tmp_path: Path
+) -> None:
     shape: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-    folder = make_checkpoint(tmp_path / "model", "llama", vocab_size=500, dtype=torch.bfloat16, **shape)
+    shape |= {"num_hidden_layers": 2, "moe_intermediate_size": 48} if kernels else {}
+    folder = make_checkpoint(tmp_path / "model", family, vocab_size=500, dtype=torch.bfloat16, **shape)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_")},
         "TRITON_LIBCUDA_PATH": str(stub),
@@ -62,8 +69,7 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(stub: Path, tmp_path: Pat
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout.splitlines()[-1])
     assert seen["compiled_by_steps"] == []
-    assert {"attention_kernel", "split_kernel", "_build_step", "_commit", "_draft_ngrams", "_lay_out"} <= {
-        name.rpartition(".")[2] for name in seen["compiled"]
-    }
+    of_all = {"attention_kernel", "split_kernel", "_build_step", "_commit", "_draft_ngrams", "_lay_out"}
+    assert of_all | kernels <= {name.rpartition(".")[2] for name in seen["compiled"]}
     assert seen["num_launches"] > 100
     assert seen["num_descriptors"] > 0, OPTIONS

@@ -43,7 +43,7 @@ def _scores(logits, inside, SCORES: tl.constexpr, DTYPE: tl.constexpr, ROUNDED: 
     if SCORES == "softmax":
         found = _softmax(logits, inside)
     elif SCORES == "sigmoid":
-        found = tl.div_rn(logits * 0.0 + 1.0, tl.exp(-logits) + 1.0)
+        found = tl.div_rn(tl.full(logits.shape, 1.0, tl.float32), tl.exp(-logits) + 1.0)
     else:
         found = logits
     return found.to(DTYPE).to(tl.float32) if ROUNDED else found

@@ -243,16 +243,7 @@ def choose(
     Raises ValueError naming the argument.
     """
     rows, experts = len(logits), router.num_experts
-    check("logits", logits, (rows, experts), *DTYPES)
-    for name, vector in (("bias", bias), ("scales", scales)):
-        if vector is not None:
-            check(name, vector, (experts,), torch.float32)
-    for name, tensor, kind in (("ids", ids, torch.int64), ("weights", weights, torch.float32)):
-        check(name, tensor, (rows, router.num_chosen), kind)
-    check("places", places, (rows, router.num_chosen), torch.int64)
-    check("sources", sources, (rows * router.num_chosen,), torch.int64)
-    if scratch.numel() < scratch_size(rows, experts) or scratch.dtype != torch.int32:
-        raise ValueError(f"scratch must be {scratch_size(rows, experts)} int32")
+    _check(logits, router, bias, scales, scratch, ids, weights, places, sources)
     if not rows:
         return
     chunks, lanes = -(-rows // rows_at_once(experts)), _lanes(experts)
@@ -263,15 +254,44 @@ def choose(
     numbers = float(router.epsilon), float(router.least_sum), float(router.factor)
     _choose[(chunks,)](
         logits, bias, scales, ids, weights, None if one else counts, *written, rows, blocks.rows, *numbers,
-        **_constants(router, dtype), **_OPTIONS,
+        **_constants(router, dtype), **_options(lanes),
     )  # fmt: skip
     if not one:
         sizes = _summed(lanes)
-        _sum_counts[(lanes // sizes["COLUMNS"],)](counts, totals, chunks, **sizes, **_OPTIONS)
-        _place[(chunks,)](ids, counts, totals, *written, rows, blocks.rows, **_placing(router), **_OPTIONS)
+        _sum_counts[(lanes // sizes["COLUMNS"],)](counts, totals, chunks, **sizes, **_options(lanes))
+        _place[(chunks,)](ids, counts, totals, *written, rows, blocks.rows, **_placing(router), **_options(lanes))
 
 
-_OPTIONS: dict[str, Any] = {"num_warps": _WARPS, "num_stages": _STAGES, "enable_fp_fusion": False}
+def _check(
+    logits: Tensor,
+    router: Router,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    scratch: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    sources: Tensor,
+) -> None:
+    rows, experts = len(logits), router.num_experts
+    check("logits", logits, (rows, experts), *DTYPES)
+    for name, vector in (("bias", bias), ("scales", scales)):
+        if vector is not None:
+            check(name, vector, (experts,), torch.float32)
+    for name, tensor, kind in (("ids", ids, torch.int64), ("weights", weights, torch.float32)):
+        check(name, tensor, (rows, router.num_chosen), kind)
+    check("places", places, (rows, router.num_chosen), torch.int64)
+    check("sources", sources, (rows * router.num_chosen,), torch.int64)
+    if scratch.numel() < scratch_size(rows, experts) or scratch.dtype != torch.int32:
+        raise ValueError(f"scratch must be {scratch_size(rows, experts)} int32")
+
+
+def _options(lanes: int) -> dict[str, Any]:
+    return {"num_warps": _warps(lanes), "num_stages": _STAGES, "enable_fp_fusion": False}
+
+
+def _warps(lanes: int) -> int:
+    return max(_WARPS, lanes // 256)
 
 
 def _lanes(num_experts: int) -> int:
@@ -365,7 +385,7 @@ def _variant(
         signature={**pointers, **sizes, **dict.fromkeys(constants, "constexpr")},
         constants=constants,
         divisible=tuple(pointers),
-        num_warps=_WARPS,
+        num_warps=_warps(constants["LANES"]),
         num_stages=_STAGES,
         fp_fusion=False,
         no_spills=True,

@@ -62,7 +62,8 @@ def draft_sizes(max_rows: int, max_drafts: int) -> list[StepSizes]:
 def mixed_sizes(max_tokens: int, max_seqs: int, num_parameters: int) -> list[StepSizes]:
     """Return the sizes of other steps whose hidden states have a graph, ascending: 32 to 2,048 tokens.
 
-    Only sizes whose launches would take longer than their work, with a model of num_parameters parameters.
+    Only sizes whose launches would take longer than their work, with a model whose tokens are multiplied with
+    num_parameters parameters.
     """
     max_tokens = min(max_tokens, int(_MAX_OPERATIONS / (2 * max(1, num_parameters))) // 16 * 16)
     if max_tokens < _MIXED_TOKENS[0]:

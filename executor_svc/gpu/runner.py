@@ -83,7 +83,8 @@ class GpuRunner:
             most = min(limits.max_num_seqs, self._most.num_tokens)
             decodes, adapted = decode_sizes(most), adapted_decode_sizes(most)
             self.drafted = draft_sizes(most, limits.max_drafts)
-            self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, loaded.geometry.num_parameters)
+            num_read = loaded.geometry.num_parameters - loaded.num_unread
+            self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, num_read)
         self._hidden = frozenset(self._mixed)
         """Replayed sizes of the computation of hidden states from existing inputs."""
         self._graphs = captures and device.torch_device.type == "cuda"

@@ -70,6 +70,8 @@ class LoadedModel:
     """Whether a token's keys and values depend only on it and the tokens before it."""
     recordable: bool = True
     """Whether all of the model's operations are the device's: `ModelRunner` runs it, else `EagerRunner`."""
+    num_unread: int = 0
+    """Parameters of the experts that a token does not choose."""
     media_token_ids: tuple[int, ...] = ()
     """Those that stand for images, audio or video in prompts, which the model does not take here."""
     adapters: ModelAdapters | None = None
@@ -196,6 +198,7 @@ def _load_own(
         weights_digest=weights.digest(),
         spec_digest=spec.digest(max_model_len),
         shares_prefixes=spec.shares_prefixes(max_model_len),
+        num_unread=spec.num_unchosen_elements,
         media_token_ids=media_ids(checkpoint.content, geometry.vocab_size),
         adapters=adapters,
         base_table=partial(open_table, config, device, checkpoint, spec),

@@ -255,6 +255,13 @@ class DecoderSpec:
         """The number of elements of embedding, head and linears: nearly all of the weights."""
         return sum(rows * columns for _, (rows, columns) in linear_shapes(self))
 
+    @property
+    def num_unchosen_elements(self) -> int:
+        """The number of elements of the experts that a token does not choose."""
+        layers = [layer.experts for layer in self.layers if layer.experts is not None]
+        unchosen = ((each.router.num_experts - each.router.num_chosen) * each.intermediate_size for each in layers)
+        return 3 * self.hidden_size * sum(unchosen)
+
     def sizes(self, index: int) -> LayerSizes:
         """Return the sizes of a layer."""
         own = self.layers[index].sizes

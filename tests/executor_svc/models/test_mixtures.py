@@ -162,3 +162,11 @@ def test_adapters_change_attention_head_and_embeddings_alone(family: str) -> Non
         inner = {"attention.latents", "attention.queries"}
     modules = decoder_modules(spec)
     assert {module.linear for module in modules.values()} == {*inner, "attention.output", "lm_head", None}
+
+
+def test_what_a_token_does_not_read() -> None:
+    """Of Qwen3-30B-A3B 3.3 of 30.5 billion parameters are read."""
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+    spec = read("qwen3_moe", num_experts=128, num_experts_per_tok=8, **sizes)
+    assert spec.num_unchosen_elements == 48 * 120 * 3 * 2048 * 768
+    assert read("qwen3").num_unchosen_elements == 0

@@ -27,7 +27,6 @@ from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_
 from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.tensor_names import TensorNames
 from executor_svc.models.gguf.weights import GgufWeights, read_vector
-from executor_svc.models.gpt_oss_weights import GptOssWeights
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
 from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.parallel.source import RankSource
@@ -38,6 +37,7 @@ from executor_svc.models.quantized.round_to_nearest import RoundedSource, Roundi
 from executor_svc.models.quantized.saving import QuantizedFolder
 from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
 from executor_svc.models.spec import DecoderSpec, bias_names, linear_shapes
+from executor_svc.models.stacked_experts import StackedExpertWeights
 from executor_svc.plan.description import LayerHeads
 
 _log = logging.getLogger(__name__)
@@ -309,9 +309,10 @@ def folder_weights(
     """
     if config.load_format == "dummy":
         return DummyWeights(config.seed, device.dtype, device.torch_device)
-    if content.get("model_type") == "gpt_oss" and spec is not None and _method(content) in (None, "mxfp4"):
-        return GptOssWeights(folder, device.dtype, device.torch_device, spec=spec)
-    quantization = read_quantization(folder, content)
+    own_method = content.get("model_type") == "gpt_oss" and _method(content) == "mxfp4"
+    quantization = None if own_method and spec is not None else read_quantization(folder, content)
+    if spec is not None and spec.has_experts:
+        return StackedExpertWeights(folder, device.dtype, device.torch_device, quantization, spec)
     return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization, spec)
 
 

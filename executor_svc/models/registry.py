@@ -24,8 +24,10 @@ from executor_svc.models.families.mimo import read_mimo
 from executor_svc.models.families.mistral import read_ministral3, read_mistral
 from executor_svc.models.families.mixtures import (
     read_ernie_moe,
+    read_exaone_moe,
     read_glm4_moe,
     read_granite_moe,
+    read_granite_moe_swa,
     read_hunyuan_moe,
     read_minimax_m2,
     read_mixtral,
@@ -37,7 +39,7 @@ from executor_svc.models.families.nemotron import read_nemotron
 from executor_svc.models.families.neox import read_gpt_neox
 from executor_svc.models.families.olmo import read_olmo2, read_olmo3
 from executor_svc.models.families.phi import has_plain_heads, read_phi
-from executor_svc.models.families.phi3 import read_phi3
+from executor_svc.models.families.phi3 import read_phi3, read_phimoe
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
 from executor_svc.models.families.starcoder import read_starcoder2
 from executor_svc.models.families.wrapped import (
@@ -54,6 +56,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Ernie4_5ForCausalLM": read_ernie,
     "Ernie4_5_MoeForCausalLM": read_ernie_moe,
     "Exaone4ForCausalLM": read_exaone4,
+    "ExaoneMoeForCausalLM": read_exaone_moe,
     "FalconForCausalLM": read_falcon,
     "GPT2LMHeadModel": read_gpt2,
     "GPTNeoXForCausalLM": read_gpt_neox,
@@ -68,6 +71,8 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "GraniteForCausalLM": read_granite,
     "GraniteMoeForCausalLM": read_granite_moe,
     "GraniteMoeHybridForCausalLM": read_granite_4,
+    "GraniteMoeSWAForCausalLM": read_granite_moe_swa,
+    "GraniteMoeSharedForCausalLM": read_granite_moe,
     "GraniteSWAForCausalLM": read_granite_swa,
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
@@ -87,6 +92,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "OlmoeForCausalLM": read_olmoe,
     "Phi3ForCausalLM": read_phi3,
     "PhiForCausalLM": read_phi,
+    "PhimoeForCausalLM": read_phimoe,
     "Qwen2ForCausalLM": read_qwen2,
     "Qwen2MoeForCausalLM": read_qwen2_moe,
     "Qwen3ForCausalLM": read_qwen3,
@@ -100,7 +106,7 @@ _FORMS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "PhiForCausalLM": has_plain_heads,
 }
 """Whether a config.json is of the form that there is code for; others run through transformers."""
-_OLD_NAMES = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+_OLD_NAMES = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM", "LLaMAForCausalLM": "LlamaForCausalLM"}
 """Names of before transformers had the model."""
 
 
@@ -112,6 +118,7 @@ _MODEL_TYPES = {
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
     "falcon": "FalconForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
@@ -126,7 +133,9 @@ _MODEL_TYPES = {
     "granite": "GraniteForCausalLM",
     "granite_swa": "GraniteSWAForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoe_swa": "GraniteMoeSWAForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -145,6 +154,7 @@ _MODEL_TYPES = {
     "opt": "OPTForCausalLM",
     "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

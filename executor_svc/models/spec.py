@@ -56,10 +56,36 @@ class LayerNames:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideNames:
+    """The norms of experts that are beside the layer's MLP (Gemma 4)."""
+
+    after_mlp: str = "post_feedforward_layernorm_1"
+    before: str = "pre_feedforward_layernorm_2"
+    after: str = "post_feedforward_layernorm_2"
+
+
+@dataclass(frozen=True, slots=True)
+class StackedForm:
+    """How files hold the matrices of all experts in one tensor [E, rows, columns]: gate's and up's, and down's.
+
+    They are called gate_up_proj and down_proj, where by themselves they have an expert's number before their names.
+    """
+
+    transposed: bool = False
+    """Whether dense ones are [E, columns, rows]."""
+    interleaved: bool = False
+    """Whether rows of gate and up take turns; else those of gate are first."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNames:
     """The modules of a layer of experts by their names in checkpoints; `{}` is an expert's number."""
 
     router: str = "mlp.gate"
+    router_scale: str | None = None
+    """A tensor [hidden]: the router reads the norm of its rows times it, over the root of the hidden size."""
+    weight_scales: str | None = None
+    """A tensor [E]: factors of the weights of the chosen."""
     choice_bias: str | None = None
     """A tensor [E], added to scores for the choice alone."""
     choice_bias_row: bool = False
@@ -72,11 +98,17 @@ class ExpertNames:
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str | None = None
     """A linear of one row, whose sigmoid multiplies what is shared."""
+    beside: BesideNames | None = None
+    """None: experts are in the place of the layer's MLP."""
+    stacked: StackedForm = field(default=StackedForm(), repr=False)
+    """Of files that have the matrices of all experts in one tensor."""
+    renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Ends of names that tensors of a layer may also have in files, and what they are here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A layer's experts in the place of its MLP; each is gated."""
+    """A layer's experts, in the place of its MLP or beside it; each is gated."""
 
     router: Router
     intermediate_size: int
@@ -132,7 +164,7 @@ class LayerSpec:
     """Whether each head has one more score, of no value (gpt-oss). Not in the digest, for the weights' has its tensor:
     those of models without stay as they were."""
     experts: ExpertsSpec | None = None
-    """None: the layer has the model's MLP."""
+    """None: the layer has the model's MLP alone."""
     chunk: int | None = field(default=None, repr=False, metadata=LATER)
     """Positions of a chunk: a token attends to those of its own chunk; None: there are no chunks."""
     sizes: LayerSizes | None = field(default=None, repr=False, metadata=LATER)
@@ -233,7 +265,7 @@ class DecoderSpec:
 
     @property
     def has_experts(self) -> bool:
-        """Whether a layer has experts in the place of its MLP."""
+        """Whether a layer has experts."""
         return any(layer.experts is not None for layer in self.layers)
 
     @property
@@ -320,7 +352,7 @@ def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
     experts = spec.layers[index].experts
     if experts is not None:
         found |= dict(expert_shapes(experts, hidden))
-    else:
+    if experts is None or experts.names.beside is not None:
         found |= {name: (rows, hidden) for name, rows in mlp_rows(spec, index).items()}
         found[names.down] = (hidden, sizes.intermediate_size)
     if inputs is not None:

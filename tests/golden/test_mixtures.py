@@ -29,6 +29,15 @@ from tests.helpers.services import executor_service, scheduler_service
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in MIXTURES},
+    "gemma4": (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
+    ),
+    "llama4": ("llama4_text", {"moe_layers": [1, 3], "num_local_experts": 4, "intermediate_size": 32}),
+    "llama4 of two experts": (
+        "llama4_text",
+        {"moe_layers": None, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+    ),
     "qwen2_moe of shares": ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": []}),
 }
 

@@ -160,6 +160,17 @@ class LongScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LongScalingOfTwo(LongScaling):
+    """With another factor of cos and sin for the short list (Phi-3.5-MoE)."""
+
+    short_attention_factor: float
+
+    def attention_factor_for(self, max_model_len: int) -> float:
+        """Return the factor of cos and sin."""
+        return self.attention_factor if self.is_long(max_model_len) else self.short_attention_factor
+
+
+@dataclass(frozen=True, slots=True)
 class DynamicScaling:
     """A theta that grows with the length of a sequence beyond the original length (dynamic NTK).
 

@@ -15,7 +15,7 @@ from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.experts.blocks import BLOCK_WORDS, BlockArgument, each_block, group, most_blocks
 from executor_svc.cpu.kernels.experts.choose import choose, scratch_bytes
-from executor_svc.cpu.kernels.experts.combine import combine
+from executor_svc.cpu.kernels.experts.combine import combine, spread
 from executor_svc.cpu.kernels.experts.weights import ExpertWeights, StoredExpert
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.tensors import addresses as _addresses
@@ -121,10 +121,15 @@ class CpuExpertKernels(CpuKernels):
             num_blocks=whole("number of blocks", 1),
         )
 
-    def take_routed(self, x: Tensor, routes: Routes) -> Tensor:
+    def take_routed(self, x: Tensor, routes: Routes, weighed: bool = False) -> Tensor:
         assert isinstance(routes, CpuRoutes)
-        with self.routed(routes):
-            return self.take_rows(x, routes.sources, "routed")
+        if not weighed:
+            with self.routed(routes):
+                return self.take_rows(x, routes.sources, "routed")
+        y = self._new("routed", (len(routes.sources), x.shape[1]), x.dtype)
+        kernel = spread(self.code, _dtype(x), x.shape[1], routes.ids.shape[1])
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(x, routes.places, routes.weights, y)), len(x))
+        return y
 
     @contextmanager
     def routed(self, routes: Routes) -> Iterator[None]:
@@ -150,7 +155,7 @@ class CpuExpertKernels(CpuKernels):
         assert isinstance(routes, CpuRoutes)
         num_rows, width = len(routes.ids), rows.shape[1]
         y = self._new("combined", (num_rows, width), rows.dtype)
-        kinds = router.rounded, beside is not None, gate is not None
+        kinds = not router.weighs_inputs, router.rounded, beside is not None, gate is not None
         kernel = combine(self.code, _dtype(rows), width, router.num_chosen, *kinds)
         more = (0 if each is None else _addresses(each)[0] for each in (beside, gate))
         arguments = (*_addresses(rows, routes.places, routes.weights), *more, y.data_ptr())
@@ -183,7 +188,8 @@ class CpuExpertKernels(CpuKernels):
             call.advances.append((made, BlockArgument(0, block_bytes=made.nbytes // blocks)))
             return made[0]
         assert shape[0] == call.num_rows, name
-        made = super()._new(name, (rows, *shape[1:]), dtype)
+        # Not the memory of a linear of tokens: of one expert each, what all tokens share has as many rows.
+        made = super()._new(f"routed {name}", (rows, *shape[1:]), dtype)
         call.advances.append((made, BlockArgument(0, row_bytes=made.nbytes // rows)))
         return made[: call.num_rows]
 

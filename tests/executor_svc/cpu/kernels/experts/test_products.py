@@ -106,6 +106,17 @@ def test_the_sum_is_that_of_the_reference(dtype, rounded):
     torch.testing.assert_close(kernels.combine(x, routes, router).double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_may_multiply_what_experts_read(dtype):
+    kernels, router = CpuExpertKernels(2), Router(6, 2, scores="logits", weighing="sigmoid", weighs_inputs=True)
+    logits = torch.randn(50, 6, generator=torch.Generator().manual_seed(1))
+    routes, x = kernels.route(logits, router, dtype), rows(50, dtype)
+    routed = kernels.take_routed(x, routes, weighed=True)
+    assert torch.equal(routed[routes.places], (x[:, None] * routes.weights[..., None]).to(dtype))
+    summed = routed[routes.places].float().sum(1).to(dtype)
+    torch.testing.assert_close(kernels.combine(routed, routes, router), summed, rtol=2**-8, atol=0)
+
+
 def test_a_recorded_layer_runs_again_with_other_rows():
     kernels = CpuExpertKernels(2)
     product = kernels.expert_linear(linears(kernels, torch.bfloat16))

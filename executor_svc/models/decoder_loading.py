@@ -281,7 +281,7 @@ def _source(
             checked.open_linear(name.removesuffix(".weight"), shape)
     except ModelConfigError as error:
         raise LoaderError(f"{_place(folder)}: {error}") from error
-    saved = _saved(config, folder, checkpoint.content, rounding, device)
+    saved = _saved(config, folder, checkpoint.content, rounding, device, len(list(linear_shapes(spec))))
     return own if rounding is None else RoundedSource(own, rounding, saved), saved
 
 
@@ -322,7 +322,12 @@ def _method(content: dict[str, Any]) -> object:
 
 
 def _saved(
-    config: ExecutorConfig, folder: Path, content: dict[str, Any], rounding: Rounding | None, device: Device
+    config: ExecutorConfig,
+    folder: Path,
+    content: dict[str, Any],
+    rounding: Rounding | None,
+    device: Device,
+    num_linears: int,
 ) -> QuantizedFolder | None:
     """Return the folder that the rounded weights are saved to, if one is given."""
     if config.save_quantized is None or rounding is None:
@@ -334,7 +339,7 @@ def _saved(
             f"--save-quantized {config.save_quantized}: --model {config.model} specifies keys and values in fp8, whose "
             "scales are not saved"
         )
-    return QuantizedFolder(config.save_quantized, folder, rounding, device.dtype)
+    return QuantizedFolder(config.save_quantized, folder, rounding, device.dtype, num_linears)
 
 
 def read_scales(

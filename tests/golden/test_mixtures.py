@@ -118,6 +118,18 @@ def test_experts_rounded_at_load(tmp_path: Path, bits: str) -> None:
     assert rounded.device.few_bits.forms
 
 
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "gemma4"])
+def test_what_is_saved_in_few_bits_is_the_model_that_saved_it(tmp_path: Path, name: str) -> None:
+    """The bias of the choice and the router in float32; biases of experts; tensors of all experts."""
+    family, shape = CASES[name]
+    folder, saved = make_checkpoint(tmp_path / "made", family, **{**shape, **WIDE}), tmp_path / "saved"
+    (prompt,) = random_prompts(VOCABULARY, (40,))
+    options = {"quantization": "int4", "dtype": "bfloat16"}
+    first = Model(folder, save_quantized=str(saved), **options).whole(prompt)
+    assert torch.equal(Model(saved, dtype="bfloat16").whole(prompt), first)
+    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+
+
 @pytest.mark.slow
 async def test_through_both_services_with_a_draft_model(tmp_path: Path) -> None:
     """In small chunks, from a pool too small for all requests, with drafts of a mixture."""

@@ -221,6 +221,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.6,
         "layer_rope_theta": [300.0, 0, 5000.0, 300.0],
     },
+    "granitemoeshared": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "attention_multiplier": 0.2,
+    },
     "hunyuan_v1_moe": {"head_dim": 12, "num_experts": 5, "moe_topk": 2},
     "minimax_m2": {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8},
     "mixtral": {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2},

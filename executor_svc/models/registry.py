@@ -106,8 +106,12 @@ _FORMS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "PhiForCausalLM": has_plain_heads,
 }
 """Whether a config.json is of the form that there is code for; others run through transformers."""
-_OLD_NAMES = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM", "LLaMAForCausalLM": "LlamaForCausalLM"}
-"""Names of before transformers had the model."""
+_OLD_NAMES = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+"""Names of before transformers had the model, or of other spelling."""
 
 
 _MOST_NAMED = 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -275,7 +276,11 @@ class DecoderSpec:
     @property
     def num_linear_elements(self) -> int:
         """The number of elements of embedding, head and linears: nearly all of the weights."""
-        return sum(rows * columns for _, (rows, columns) in linear_shapes(self))
+        # Equal layers are counted once: a config may name thousands, each of thousands of experts.
+        layers, first = Counter(self.layers), {layer: index for index, layer in enumerate(self.layers)}
+        shapes = [(1, dict(_end_shapes(self)))]
+        shapes += [(count, _layer_shapes(self, first[layer])) for layer, count in layers.items()]
+        return sum(count * rows * columns for count, each in shapes for rows, columns in each.values())
 
     def sizes(self, index: int) -> LayerSizes:
         """Return the sizes of a layer."""
@@ -333,6 +338,14 @@ def bias_names(spec: DecoderSpec) -> list[list[list[str]]]:
 
 def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name and shape [rows, columns] of each weight with two dimensions."""
+    yield from _end_shapes(spec)
+    for index in range(spec.num_layers):
+        for name, shape in _layer_shapes(spec, index).items():
+            yield f"model.layers.{index}.{name}.weight", shape
+
+
+def _end_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield those of no layer."""
     hidden, inputs = spec.hidden_size, spec.layer_inputs
     yield f"{TABLE}.weight", (spec.vocab_size, hidden)
     if not spec.tied:
@@ -340,9 +353,6 @@ def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     if inputs is not None:
         yield f"{LAYER_TABLE}.weight", (inputs.vocab_size, spec.num_layers * inputs.size)
         yield f"{inputs.from_embedding}.weight", (spec.num_layers * inputs.size, hidden)
-    for index in range(spec.num_layers):
-        for name, shape in _layer_shapes(spec, index).items():
-            yield f"model.layers.{index}.{name}.weight", shape
 
 
 def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:

@@ -165,6 +165,7 @@ CASES = {
     "glm4_moe": Case("glm4_moe", shape={**HEADS, "moe_intermediate_size": 32}),
     "gpt_oss, all in F32": Case("gpt_oss", all_of(Type.F32), HEADS),
     "granitemoe": Case("granitemoe", mixed),
+    "granitemoeshared": Case("granitemoeshared", mixed),
     "granitemoe_swa": Case(
         "granitemoe_swa", shape={**HEADS, "layer_rope_theta": [5000.0, 0, 5000.0, 5000.0]} | rope("default")
     ),

@@ -61,11 +61,8 @@ FEW_BITS = [
     ("phimoe", "gptq with desc_act"),
     ("qwen2_moe", "w8a8"),
 ]
-WIDE = {
-    **{name: 64 for name in ("hidden_size", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size")},
-    "head_dim": 16,
-    "global_head_dim": 32,
-}
+_SIZES = ("hidden_size", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size")
+WIDE = {**dict.fromkeys(_SIZES, 64), "head_dim": 16, "global_head_dim": 32}
 """Columns in whole groups."""
 OF_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": False},
@@ -127,7 +124,11 @@ def test_what_is_saved_in_few_bits_is_the_model_that_saved_it(tmp_path: Path, na
     options = {"quantization": "int4", "dtype": "bfloat16"}
     first = Model(folder, save_quantized=str(saved), **options).whole(prompt)
     assert torch.equal(Model(saved, dtype="bfloat16").whole(prompt), first)
-    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in saved.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ _POSITIONS = 131_072
 _HEAD_SIZE, _WIDE = 128, 16_384
 _THETA = 500_000.0
 _EVERY = 4
+_TUNED = 4
+"""What files of Scout have for true in attn_temperature_tuning."""
 _CHUNK = _FLOOR = 8192
 _FULL, _CHUNKED = "full_attention", "chunked_attention"
 _NAMES = LayerNames(
@@ -117,7 +119,8 @@ def _rotated(fields: Fields, num_layers: int) -> list[bool]:
 
 def _scaled_rope(fields: Fields) -> RopeConfig | None:
     """Return what scales the queries of layers that do not rotate."""
-    if not fields.flag("attn_temperature_tuning", True):
+    tuned = fields.get("attn_temperature_tuning")
+    if tuned != _TUNED and not fields.flag("attn_temperature_tuning", True):
         return None
     beta = fields.number("attn_scale", 0.1, at_least=0.0)
     scaling = QueryScaling(beta, fields.integer("floor_scale", _FLOOR), first=1, rounded=False)

@@ -13,8 +13,8 @@ from typing import Any
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import MAX_LAYERS, read_common, uniform_rope
 from executor_svc.models.families.ernie import read_ernie_attention
-from executor_svc.models.families.experts import read_router, sparse_layers, with_experts, without_experts
 from executor_svc.models.families.exaone import read_exaone4
+from executor_svc.models.families.experts import read_router, sparse_layers, with_experts, without_experts
 from executor_svc.models.families.granite import read_granite, read_granite_swa
 from executor_svc.models.families.hunyuan import read_hunyuan
 from executor_svc.models.families.mistral import read_mistral
@@ -171,8 +171,11 @@ def read_granite_moe_swa(config: dict[str, Any]) -> DecoderSpec:
 
 def _granite(spec: DecoderSpec, fields: Fields) -> DecoderSpec:
     router = read_router(fields, scores="logits", weighing="softmax")
-    shared = _count_from_0(fields, "shared_intermediate_size", 0)
-    return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, _GRANITE, shared_size=shared))
+    shared, names = _count_from_0(fields, "shared_intermediate_size", 0), _GRANITE
+    if fields.flag("has_split_shared_mlp", False):  # in GGUF files
+        into = "shared_mlp.gate_proj", "shared_mlp.up_proj"
+        names = replace(names, shared_into=into, shared_down="shared_mlp.down_proj")
+    return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, names, shared_size=shared))
 
 
 def read_hunyuan_moe(config: dict[str, Any]) -> DecoderSpec:

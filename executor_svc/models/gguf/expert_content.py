@@ -76,7 +76,8 @@ def expert_content(file: GgufFile, architecture: str, content: dict[str, Any]) -
         case "phimoe":
             found |= {"lm_head_bias": "output.bias" in file.tensors}
         case "granite_swa" | "granitemoe":
-            found |= {"shared_intermediate_size": shared}
+            split = any(".ffn_gate_shexp." in name for name in file.tensors)
+            found |= {"shared_intermediate_size": shared, "has_split_shared_mlp": split}
         case "ernie4_5-moe":
             found |= {
                 "use_bias": content["attention_bias"] or content["mlp_bias"],

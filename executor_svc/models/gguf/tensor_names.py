@@ -23,6 +23,7 @@ _ENDS = {
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
+_SHARED = ("mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp", "shared_mlp", "feed_forward.shared_expert")
 _LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -47,11 +48,7 @@ _LAYER = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "shared_mlp.input_linear": "ffn_up_shexp",
     "shared_mlp.output_linear": "ffn_down_shexp",
-    **{
-        f"{module}.{name}_proj": f"ffn_{name}_shexp"
-        for module in ("mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp", "feed_forward.shared_expert")
-        for name in ("gate", "up", "down")
-    },
+    **{f"{module}.{name}_proj": f"ffn_{name}_shexp" for module in _SHARED for name in ("gate", "up", "down")},
     **{f"feed_forward.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
 _EXPERTS = {

@@ -97,6 +97,8 @@ class Llama3Scaling:
         wavelengths = 2 * math.pi / frequencies
         longest_kept = self.original_max_position / self.high_freq_factor
         shortest_divided = self.original_max_position / self.low_freq_factor
+        if longest_kept == shortest_divided:  # Llama 4: nothing is between
+            return torch.where(wavelengths > shortest_divided, frequencies / self.factor, frequencies)
         share = (self.original_max_position / wavelengths - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
         )

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
+from executor_svc.cpu.kernels.experts.kernels import CpuExpertKernels
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.registry import ARCHITECTURES, own_architecture
 from executor_svc.models.spec import DecoderSpec, linear_shapes
@@ -23,6 +23,8 @@ from executor_svc.models.stored_names import decoder_names
 
 FILES = sorted((Path(__file__).parents[2] / "data" / "published_configs").iterdir())
 LISTS = ("layer_types", "no_rope_layers", "layer_rope_theta")
+RENAMED = {"phimoe": {".mlp.router.": ".block_sparse_moe.gate."}}
+"""What transformers calls otherwise than files do."""
 MOST_LAYERS = 8
 """Of a model that is built: more are alike."""
 
@@ -33,7 +35,7 @@ class Shapes:
 
     asked: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         self.asked[name] = shape
         return torch.empty(shape, device="meta")
 
@@ -59,10 +61,17 @@ class Stored:
         return self.tensor
 
 
+class Kernels(CpuExpertKernels):
+    """Of experts without memory."""
+
+    def expert_linear(self, linears: Any) -> Any:
+        return len(linears)
+
+
 class Builder:
     """Implements `models.base.Builder` without memory."""
 
-    torch_device, dtype, kernels = torch.device("cpu"), torch.bfloat16, CpuKernels()
+    torch_device, dtype, kernels = torch.device("cpu"), torch.bfloat16, Kernels()
 
     def prepare_linear(self, name: str, weight: Any, bias: Tensor | None = None) -> Any:
         return tuple(weight.shape)
@@ -76,6 +85,8 @@ class Builder:
 def few_layers(content: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a model with its first layers alone."""
     lists: dict[str, Any] = {name: content[name][:MOST_LAYERS] for name in LISTS if content.get(name)}
+    if content.get("moe_layers"):
+        lists["moe_layers"] = [layer for layer in content["moe_layers"] if layer < MOST_LAYERS]
     if content.get("num_kv_shared_layers"):
         lists["num_kv_shared_layers"] = 2
     return {**content, count_of_layers(content): min(MOST_LAYERS, content[count_of_layers(content)]), **lists}
@@ -94,10 +105,30 @@ def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tup
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(value.shape) or (1,) for name, value in model.state_dict().items()}
+    for old, new in RENAMED.get(content["model_type"], {}).items():
+        shapes = {name.replace(old, new): shape for name, shape in shapes.items()}
+    shapes = by_expert(shapes, spec)
     names = decoder_names(shapes, spec.names.first, spec.files)
     own = {name: stored for name, stored in names.items() if not is_ignored(name, spec)}
     assert all(spec.files.stored_name(name) == stored or name == stored for name, stored in own.items())
     return {name: in_order(name, shapes[stored], spec) for name, stored in own.items()}
+
+
+def by_expert(shapes: dict[str, tuple[int, ...]], spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes with those of single experts in the place of the tensors of all."""
+    found = {name: shape for name, shape in shapes.items() if len(shape) < 3}
+    for name, (count, *size) in shapes.items() - found.items():
+        layer = int(name.split(".")[2])
+        experts = spec.layers[layer].experts
+        assert experts is not None
+        own, hidden = experts.intermediate_size, spec.hidden_size
+        into = "gate_up" in name
+        assert (count, sorted(size)) == (experts.router.num_experts, sorted((2 * own if into else own, hidden)))
+        shape = (own, hidden) if into else (hidden, own)
+        modules = experts.names.into if into else (experts.names.down,)
+        found |= {f"model.layers.{layer}.{each.format(expert)}.weight": shape
+                  for each in modules for expert in range(count)}  # fmt: skip
+    return found
 
 
 def in_order(name: str, shape: tuple[int, ...], spec: DecoderSpec) -> tuple[int, ...]:

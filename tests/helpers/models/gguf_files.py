@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granitemoe_swa": "granite_swa",
+    "granitemoeshared": "granitemoe",
     "hunyuan_v1_moe": "hunyuan-moe",
     "llama4_text": "llama4",
     "minimax_m2": "minimax-m2",
@@ -254,6 +255,7 @@ _MIXTURES = (
     "gpt_oss",
     "granitemoe",
     "granitemoe_swa",
+    "granitemoeshared",
     "hunyuan_v1_moe",
     "llama4_text",
     "minimax_m2",
@@ -292,6 +294,10 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
             continue
         if values.ndim == 3:
             yield from _stacked(name, values.swapaxes(1, 2) if architecture == "llama4" else values, architecture)
+            continue
+        if name.endswith("shared_mlp.input_linear.weight") and architecture in _SPLIT:
+            for part, half in zip(("gate", "up"), np.split(values, 2), strict=True):
+                yield f"blk.{name.split('.')[2]}.ffn_{part}_shexp.weight", half
             continue
         if name.endswith(("e_score_correction_bias", "shared_expert_gate.weight")):
             values = values.flatten()
@@ -388,7 +394,14 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
         writer.add_array(f"{architecture}.attention.rope_pattern", [bool(each) for each in config["layer_rope_theta"]])
     if architecture == "gptneox":
         writer.add_parallel_residual(config["use_parallel_residual"])
-    if config["model_type"] in ("cohere2", "exaone4", "exaone_moe", "granite_swa", "granitemoe_swa", "olmo3") and config.get("sliding_window"):
+    if config["model_type"] in (
+        "cohere2",
+        "exaone4",
+        "exaone_moe",
+        "granite_swa",
+        "granitemoe_swa",
+        "olmo3",
+    ) and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
         if config["model_type"] != "cohere2":
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
@@ -429,9 +442,7 @@ def _write_experts(writer: Any, config: dict[str, Any]) -> None:
     size = config.get("moe_intermediate_size") or config["intermediate_size"]
     count = next(config[name] for name in _COUNTS if name in config)
     writer.add_expert_count(count)
-    writer.add_expert_used_count(
-        next(config[name] for name in _CHOSEN if name in config)
-    )
+    writer.add_expert_used_count(next(config[name] for name in _CHOSEN if name in config))
     if config["model_type"] not in ("mixtral", "olmoe"):
         writer.add_expert_feed_forward_length(size)
     match config["model_type"]:
@@ -447,7 +458,7 @@ def _write_experts(writer: Any, config: dict[str, Any]) -> None:
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         case "gpt_oss":
             writer.add_sliding_window(config["sliding_window"])
-        case "granitemoe_swa":
+        case "granitemoe_swa" | "granitemoeshared":
             writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
         case "llama4_text":
             writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])

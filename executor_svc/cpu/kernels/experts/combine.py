@@ -20,7 +20,8 @@ def spread(code: Code, dtype: Dtype, width: int, num_chosen: int) -> str:
         source = x + item * (width * size)
         for choice in range(num_chosen):
             at = item * num_chosen + choice
-            target, weight = y + emit.load_int(places + at * 8) * (width * size), emit.load_all(weights + at * 4, "float32")
+            target = y + emit.load_int(places + at * 8) * (width * size)
+            weight = emit.load_all(weights + at * 4, "float32")
 
             def piece(offset: Int, count: int, target: Int = target, weight: Vec = weight) -> None:
                 value = emit.load(source + offset * size, dtype, count) * weight
@@ -43,9 +44,9 @@ def combine(
 ) -> str:
     """Add the kernel y = sum of weight * row over a token's choices, in fp32 and in their order, rounded once.
 
-    weighed: else all weights are 1; rounded: each product is rounded first. With `beside`, that is added; with a gate, its sigmoid multiplies it first.
-    Items: one for each token. Arguments: tokens, rows [T * K, width], places [T, K] int64, weights [T, K] float32,
-    beside [T, width], gate [T, 1], y [T, width]. Returns its name.
+    weighed: else all weights are 1; rounded: each product is rounded first. With `beside`, that is added; with a gate,
+    its sigmoid multiplies it first. Items: one for each token. Arguments: tokens, rows [T * K, width], places [T, K]
+    int64, weights [T, K] float32, beside [T, width], gate [T, 1], y [T, width]. Returns its name.
     """
     size = ITEM_BYTES[dtype]
 

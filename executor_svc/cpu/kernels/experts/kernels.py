@@ -54,8 +54,8 @@ class _Call:
     """Of a block at most, and so of what is launched."""
     advances: list[tuple[Tensor, BlockArgument]] = field(default_factory=list)
     """Tensors with the rows of all blocks: how an address in their first row goes on."""
-    arguments: list[IntArray] = field(default_factory=list)
-    """Of the kernels; the launches have their addresses."""
+    arguments: list[IntArray | Tensor] = field(default_factory=list)
+    """Of the kernels, and the number of blocks; the launches have their addresses."""
 
 
 class CpuExpertLinear:
@@ -64,7 +64,7 @@ class CpuExpertLinear:
     def __init__(self, linears: Sequence[StoredExpert], kernels: CpuExpertKernels) -> None:
         self._weights = ExpertWeights(linears)
         self._kernels = kernels
-        self._arguments: list[IntArray] = []
+        self._arguments: list[IntArray | Tensor] = []
         """Kept for recorded programs."""
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
@@ -118,7 +118,8 @@ class CpuExpertKernels(CpuKernels):
             places=whole("places of chosen", num_rows, router.num_chosen),
             sources=whole("sources of routed", routed),
             blocks=whole("blocks", most_blocks(routed, router.num_experts), BLOCK_WORDS),
-            num_blocks=whole("number of blocks", 1),
+            # Of its own in each layer: a thread that is late reads it when others are layers ahead.
+            num_blocks=torch.zeros(1, dtype=torch.int64),
         )
 
     def take_routed(self, x: Tensor, routes: Routes, weighed: bool = False) -> Tensor:
@@ -164,13 +165,16 @@ class CpuExpertKernels(CpuKernels):
 
     # ------------------------------------------------------------------ kernels for each block
 
-    def each_expert(self, x: Tensor, routes: CpuRoutes, weights: ExpertWeights) -> tuple[Tensor, list[IntArray]]:
+    def each_expert(
+        self, x: Tensor, routes: CpuRoutes, weights: ExpertWeights
+    ) -> tuple[Tensor, list[IntArray | Tensor]]:
         """Return the rows of experts' linears for routed rows x, and memory that a recording keeps addresses of.
 
         The first expert's linear is launched over the rows of one block, and every launch becomes one over all blocks.
         """
         first = weights.first
         call = self._call = _Call(routes, weights, min(len(x), ROWS_AT_ONCE))
+        call.arguments.append(routes.num_blocks)
         call.advances.append((x, BlockArgument(0, row_bytes=x.nbytes // len(x))))
         try:
             y = self.stored_linear(x[: call.num_rows], first.parts, first.bias, first.out_features, x.dtype)

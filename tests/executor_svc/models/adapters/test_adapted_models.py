@@ -135,6 +135,14 @@ def test_logits_are_those_of_peft(
         check_logits(model(family), checkpoint(family), tmp_path / name, config, seed, merges=True)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_attention_of_mixtures(
+    checkpoint: Callable[[str], Path], model: Callable[[str], Model], family: str, tmp_path: Path
+) -> None:
+    config = {"r": 5, "lora_alpha": 2, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    check_logits(model(family), checkpoint(family), tmp_path, config, seed=1)
+
+
 @pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -133,3 +133,24 @@ def test_a_recorded_layer_runs_again_with_other_rows():
         if alone is not None:
             expected = kernels.combine(product(kernels.take_routed(x[:count], alone), alone), alone, ROUTER)
             assert torch.equal(summed[:count], expected)
+
+
+def test_a_late_thread_finds_the_number_of_blocks_of_its_own_layer():
+    """Others may be layers ahead: with one number for all of them it would wait for blocks that there are not."""
+    kernels = CpuExpertKernels(4)
+    product = kernels.expert_linear(linears(kernels, torch.float32))
+    x, few = rows(40, torch.float32), torch.zeros(40, 6)
+    many = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    with kernels.recording() as recording:
+        summed = x
+        for logits in [few, many] * 6:
+            routes = kernels.route(logits, ROUTER, torch.float32)
+            summed = kernels.combine(product(kernels.take_routed(summed, routes), routes), routes, ROUTER)
+        counted = [launch.counted_at for launch in recording.launches if launch.counted_at]
+        program = recording.program()
+    assert len(set(counted)) == 12
+    program.run(rows=40)
+    expected = summed.clone()
+    for _ in range(200):
+        program.run(rows=40)
+    assert torch.equal(summed, expected)

@@ -48,3 +48,13 @@ class FileForm:
             if name == own or name.startswith(f"{own}."):
                 return self.before + part + name.removeprefix(own)
         return name
+
+
+@dataclass(frozen=True, slots=True)
+class StackedForm:
+    """How files hold the matrices of all experts in one tensor, gate_up_proj or down_proj [E, rows, columns]."""
+
+    transposed: bool = False
+    """Whether dense ones are [E, columns, rows]."""
+    interleaved: bool = False
+    """Whether rows of gate and up take turns; else those of gate are first."""

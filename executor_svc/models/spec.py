@@ -12,7 +12,7 @@ from executor_svc.device.experts import Router
 from executor_svc.device.kernels import HeadNormKind
 from executor_svc.models.file_form import HEAD as HEAD
 from executor_svc.models.file_form import TABLE as TABLE
-from executor_svc.models.file_form import FileForm
+from executor_svc.models.file_form import FileForm, StackedForm
 from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import LATER, QueryScaling, RopeConfig
@@ -63,19 +63,6 @@ class BesideNames:
     after_mlp: str = "post_feedforward_layernorm_1"
     before: str = "pre_feedforward_layernorm_2"
     after: str = "post_feedforward_layernorm_2"
-
-
-@dataclass(frozen=True, slots=True)
-class StackedForm:
-    """How files hold the matrices of all experts in one tensor [E, rows, columns]: gate's and up's, and down's.
-
-    They are called gate_up_proj and down_proj, where by themselves they have an expert's number before their names.
-    """
-
-    transposed: bool = False
-    """Whether dense ones are [E, columns, rows]."""
-    interleaved: bool = False
-    """Whether rows of gate and up take turns; else those of gate are first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +263,7 @@ class DecoderSpec:
     @property
     def num_linear_elements(self) -> int:
         """The number of elements of embedding, head and linears: nearly all of the weights."""
-        # Equal layers are counted once: a config may name thousands, each of thousands of experts.
+        # Equal layers are counted once: there may be thousands, each of thousands of experts.
         layers, first = Counter(self.layers), {layer: index for index, layer in enumerate(self.layers)}
         shapes = [(1, dict(_end_shapes(self)))]
         shapes += [(count, _layer_shapes(self, first[layer])) for layer, count in layers.items()]

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from executor_svc.models.spec import HEAD, DecoderSpec, LayerNames, linear_shapes
+from executor_svc.models.spec import HEAD, DecoderSpec, linear_shapes
 from executor_svc.models.stored_order import rows_by_head
 
 EMBEDDING = "model.embed_tokens"
 
-LinearName = Literal["attention.qkv", "attention.output", "mlp.gate_up", "mlp.down", "lm_head"]
-"""As the argument of `models.base.Builder.prepare_linear`."""
+LinearName = Literal[
+    "attention.qkv", "attention.output", "mlp.gate_up", "mlp.down", "shared.gate_up", "shared.down", "lm_head"
+]
+"""As the argument of `models.base.Builder.prepare_linear`; shared: of the expert that all rows share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +39,18 @@ class Module:
 def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
     """Return the modules by name, in the order of the linears' rows; a tied head is one of them.
 
-    Of a model with experts those of attention alone, the head and the table.
+    Experts that rows choose are none of them.
     """
     shapes = {name.removesuffix(".weight"): shape for name, shape in linear_shapes(spec)}
     shapes.setdefault(HEAD, shapes[EMBEDDING])
     modules: dict[str, Module] = {}
-    linears = _linears(spec.names)
+    linears = _linears(spec)
     rows_before: dict[tuple[int | None, LinearName | None], int] = {}
     for name, shape in shapes.items():
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
         linear = linears.get(name if layer is None else name.split(".", 3)[3])
         if linear is None and name != EMBEDDING:
             continue  # of experts, or of what makes the inputs of layers: no adapter may change them
-        if spec.has_experts and layer is not None and linear not in ("attention.qkv", "attention.output"):
-            continue
         first_row = rows_before.get((layer, linear), 0)
         rows_before[layer, linear] = first_row + shape[0]
         rows = rows_by_head(spec) if spec.files.qkv_by_head and linear == "attention.qkv" else ()
@@ -58,8 +58,12 @@ def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
     return modules
 
 
-def _linears(names: LayerNames) -> dict[str, LinearName]:
+def _linears(spec: DecoderSpec) -> dict[str, LinearName]:
     """Return the linear, as Cadenza runs it, of each module of a layer, and of the head."""
-    found: dict[str, LinearName] = dict.fromkeys(names.qkv, "attention.qkv")
+    names, found = spec.names, dict[str, LinearName]()
+    for experts in {layer.experts.names for layer in spec.layers if layer.experts is not None}:
+        found |= dict.fromkeys(experts.shared_into, "shared.gate_up")
+        found[experts.shared_down] = "shared.down"
+    found |= dict.fromkeys(names.qkv, "attention.qkv")
     found |= dict.fromkeys(names.into_mlp, "mlp.gate_up")
     return found | {names.output: "attention.output", names.down: "mlp.down", HEAD: "lm_head"}

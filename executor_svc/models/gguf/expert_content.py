@@ -71,7 +71,7 @@ def expert_content(file: GgufFile, architecture: str, content: dict[str, Any]) -
         case "gemma4":
             found |= {"enable_moe_block": True}
         case "llama4":
-            found |= _llama4(file, content, found["num_experts"])
+            found |= _llama4(file, content, integer("expert_count"))
             found |= {"intermediate_size": size, "intermediate_size_mlp": content["intermediate_size"]}
         case "phimoe":
             found |= {"lm_head_bias": "output.bias" in file.tensors}

@@ -144,6 +144,21 @@ def test_a_tensor_of_other_experts_is_refused_by_name(tmp_path: Path, name: str)
             Model(copy(folder, tmp_path / str(index), tensors | {stack: changed.contiguous()}))
 
 
+def test_tensors_may_be_in_the_form_of_qwen3_5(folder: Path, tmp_path: Path) -> None:
+    """Gate and up of all experts in one tensor, not turned, gate's rows first."""
+    tensors = load_file(folder / "model.safetensors")
+    (prompt,) = random_prompts(131, (30,))
+    wanted = Model(folder).whole(prompt)
+    for layer in (1, 2):
+        gate, up, down = (
+            torch.stack([tensors.pop(f"model.layers.{layer}.mlp.experts.{each}.{name}.weight") for each in range(8)])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = down
+    assert torch.equal(Model(copy(folder, tmp_path / "changed", tensors)).whole(prompt), wanted)
+
+
 def unasked(folder: Path, target: Path) -> Path:
     """Write a mixture whose experts 2 and 3, a group, are never chosen, and whose rows all choose experts 4 and 5."""
     tensors = load_file(folder / "model.safetensors")
@@ -205,9 +220,13 @@ def test_ranks_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_adapters_change_attention_head_and_embeddings_alone(family: str) -> None:
-    modules = decoder_modules(read(family))
-    assert {module.linear for module in modules.values()} == {"attention.qkv", "attention.output", "lm_head", None}
+def test_adapters_change_all_but_experts(family: str) -> None:
+    spec = read(family)
+    modules = decoder_modules(spec)
+    assert {module.linear for module in modules.values()} >= {"attention.qkv", "attention.output", "lm_head", None}
+    assert not any(".experts." in name for name in modules)
+    shares = any(layer.experts is not None and layer.experts.shared_size for layer in spec.layers)
+    assert any(module.linear == "shared.down" for module in modules.values()) == shares
 
 
 def test_without_kernels_of_experts_a_mixture_runs_through_transformers(

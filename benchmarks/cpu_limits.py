@@ -60,7 +60,7 @@ STEPS: dict[str, tuple[Chunk, ...]] = {
 }
 """The steps of the group `forward`."""
 SCENARIOS = ("decode1", "decode16", "burst", "prompts")
-_BURST = {"qwen3-0.6b": 16, "1b": 12}
+_BURST = {"qwen3-0.6b": 16, "1b": 12, "olmoe-4l": 16, "qwen3-30b-a3b-3l": 16}
 _BURST_OF_SMALL = 64
 _FEWEST_STEPS = 3
 
@@ -100,9 +100,18 @@ def _prepared(shape: str, isa: str, options: argparse.Namespace) -> _Model:
     folder = random_checkpoint(shape)
     prepare_weights(folder, options.weights, options.llama_python)
     work, num_threads = folder_work(folder), options.num_threads or usable_cores()
+    if work.experts is not None:
+        from benchmarks.serving.expert_choices import experts_touched
+
+        path, more = model_path(folder, options.weights), _loading(options)
+        work = replace(
+            work, experts=replace(work.experts, touched=experts_touched(path, num_threads, options.isa, more))
+        )
     about: dict[str, Any] = {"model": folder.name, "weights": options.weights}
     stored = _stored(folder, work, options)
     int8 = None
+    if work.experts is not None:
+        about["experts_touched"] = {rows: round(number, 1) for rows, number in work.experts.touched.items()}
     if stored is not None:
         work = stored.work(work)
         about |= {"quantized_activations": _quantized_activations(options), "activations": stored.activations}
@@ -125,6 +134,11 @@ def _stored(folder: Path, work: DecoderWork, options: argparse.Namespace) -> Sto
     return rounded_weights(work, has_tied_table(folder), options.weights, isa, activations)
 
 
+def _loading(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of the executor that say how weights are kept and multiplied."""
+    return rounding_option(options.weights) | {"quantized_activations": _quantized_activations(options)}
+
+
 def _quantized_activations(options: argparse.Namespace) -> Any:
     """--quantized-activations, which --set may give."""
     return dict(options.set).get("quantized_activations", "auto")
@@ -135,8 +149,8 @@ def _forward(model: _Model, options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.common.forward_step import make_runner
 
     folder, meter = model.folder, model.meter
-    more = rounding_option(options.weights) | {"quantized_activations": _quantized_activations(options)}
-    loaded = make_runner(model_path(folder, options.weights), options.num_threads, isa=options.isa, more=more)
+    path = model_path(folder, options.weights)
+    loaded = make_runner(path, options.num_threads, isa=options.isa, more=_loading(options))
     about = dict(model.about)
     if model.stored is not None:
         about["few_bits"] = loaded.few_bits
@@ -257,7 +271,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=WEIGHTS,
         default=BF16,
-        help="Q8_0, Q4_0, Q4_K_M: a GGUF file, made by --llama-python; int8, int4: --quantization (default bf16)",
+        help="Q8_0, Q4_0, Q4_K_M, MXFP4: a GGUF file by --llama-python; int8, int4: --quantization (default bf16)",
     )
     parser.add_argument(
         "--groups",
@@ -275,7 +289,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--isa", help="force a lower instruction set of this processor, such as avx2")
     parser.add_argument("--num-threads", type=positive, help="compute threads (default: one for each core)")
-    parser.add_argument("--requests", type=positive, help="of burst and prompts (default 64; 1b 12, qwen3-0.6b 16)")
+    parser.add_argument("--requests", type=positive, help="of burst and prompts (default 64; 1b 12, larger ones 16)")
     parser.add_argument("--seconds", type=positive_number, default=1.5, help="of steps in a repeat (default 1.5)")
     parser.add_argument(
         "--systems",

@@ -174,7 +174,38 @@ NEWER: dict[str, dict[str, Any]] = {
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _GROUPED = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 1}
 
+_LATENT = {
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_shared_experts": 1,
+}
+"""Sizes that differ from each other; those of the cache's rows are no whole vectors."""
+_DEEP_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
+
 MIXTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "rope_parameters": _DEEP_YARN,
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        **_GROUPED,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "rope_parameters": _DEEP_YARN,
+    },
     "ernie4_5_moe": {
         "moe_num_experts": 6,
         "moe_k": 2,
@@ -202,6 +233,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "num_hidden_layers": 3,
     },
+    "glm4_moe_lite": {**_LATENT, **_GROUPED, "num_hidden_layers": 3, "tie_word_embeddings": True},
     "gpt_oss": {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": _WINDOW},
     "granitemoe": {
         "num_local_experts": 6,
@@ -228,6 +260,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
     },
     "hunyuan_v1_moe": {"head_dim": 12, "num_experts": 5, "moe_topk": 2},
+    "mistral4": {
+        **_LATENT,
+        **_GROUPED,
+        "rope_parameters": {**_DEEP_YARN, "llama_4_scaling_beta": 0.3},
+    },
     "minimax_m2": {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8},
     "mixtral": {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
@@ -313,8 +350,9 @@ def make_checkpoint(
 def _make(
     folder: Path, family: str, seed: int, dtype: torch.dtype, shards: bool, tokenizer: bool, shape: dict[str, Any]
 ) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # it lacks this one alone
     config = AutoConfig.for_model(family, **{**_SHAPE, **{**FAMILIES, **NEWER, **MIXTURES, **HOSTED}[family], **shape})
     # Gemma adds 1 to its weights; they are large, or the scaled and tied embedding would repeat each token forever.
     norms = (0.5, 2.5) if family.startswith("gemma") else (0.5, 1.5)

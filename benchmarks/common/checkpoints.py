@@ -78,10 +78,42 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         "tie_word_embeddings": True,
     },
+    "olmoe-4l": {
+        "model_type": "olmoe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "vocab_size": 50304,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b-3l": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+    },
 }
 """Shapes by size, of Llamas but for Qwen3's: 10.5M parameters, where overhead dominates, SmolLM2-135M's with 134.5M
 (and the same with another vocabulary),
-Qwen3-0.6B's with 596M, and Llama-3.2-1B's with 1,236M (its angles are those of the first 8,192 positions)."""
+Qwen3-0.6B's with 596M, and Llama-3.2-1B's with 1,236M (its angles are those of the first 8,192 positions); and two
+mixtures, OLMoE-1B-7B's layers and Qwen3-30B-A3B's, of which there are as many as a small machine holds: 1,887M and
+2,490M parameters."""
 
 
 def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:
@@ -99,9 +131,10 @@ def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     cache.mkdir(parents=True, exist_ok=True)
+    drawn_in = torch.bfloat16 if "num_experts" in sizes else torch.float32  # twice a mixture's size is too much
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.float32).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=drawn_in).to(torch.bfloat16)
     # Renamed when it is complete, so that an interrupted run leaves no partial checkpoint.
     made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=cache))
     try:

@@ -77,7 +77,7 @@ def step_batch(chunks: Sequence[tuple[int, int]]) -> ForwardBatch:
     owner = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor([count for _, count in chunks]))
     ends = torch.tensor([count for _, count in chunks]).cumsum(0)
     return ForwardBatch(
-        token_ids=300 + positions * 7 % 1000,
+        token_ids=300 + (positions * 7 + owner * 131) % 1000,
         positions=positions,
         slot_mapping=tables[owner, positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE,
         query_start_loc=torch.cat([torch.zeros(1), ends]).int(),

@@ -66,6 +66,7 @@ def _options(settings: RunSettings) -> argparse.Namespace:
         kinds=["again", "edits", "chat"] if settings.quick else None,
         draft_model=DRAFT_MODEL,
         llama_python=None,
+        ik_llama_python=None,
     )
 
 

@@ -41,6 +41,9 @@ _HEADS: dict[str, dict[str, Any]] = {
     "opt": {},
     "falcon": {},
     "phi": {},
+    "qwen3_moe": {},
+    "gpt_oss": {"head_dim": 64},
+    "glm4_moe": {},
 }
 _FLOAT_TOLERANCE = 1e-3
 """Share of the logits' scale."""

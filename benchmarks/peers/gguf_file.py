@@ -1,4 +1,4 @@
-"""A Llama or Qwen3 checkpoint in bf16 as a GGUF file for llama.cpp, in bf16 or few bits, without a tokenizer.
+"""A Llama, Qwen3, OLMoE or Qwen3-MoE in bf16 as a GGUF file for llama.cpp, in bf16 or few bits, without a tokenizer.
 
 The layout is that of llama.cpp's convert_hf_to_gguf.py: its `llama` architecture rotates neighbouring elements of a
 head where transformers rotates halves, so the rows of the query and key projections change places. Needs gguf and
@@ -12,15 +12,17 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-QUANTIZED_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
-"""llama.cpp's file types in few bits, by its numbers (LLAMA_FTYPE_MOSTLY_...)."""
-_ARCHITECTURES = ("llama", "qwen3")
+QUANTIZED_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "MXFP4": 38}
+"""llama.cpp's file types in few bits, by its numbers (LLAMA_FTYPE_MOSTLY_...); MXFP4 is of experts, beside Q8_0."""
+_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
+"""llama.cpp's name by model_type."""
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -33,7 +35,12 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+_EXPERT = re.compile(r"(?<=\.experts\.)(\d+)\.")
 _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -46,7 +53,7 @@ def gguf_path(folder: Path, cache: Path, weights: str = "bf16") -> Path:
 def gguf_of(folder: Path, cache: Path, weights: str = "bf16") -> Path:
     """The checkpoint as GGUF, made once in `cache`; in few bits it is made of the file in bf16.
 
-    Raises ValueError for a checkpoint other than a Llama or Qwen3 in bf16.
+    Raises ValueError for a checkpoint of another family or not in bf16.
     """
     path = gguf_path(folder, cache, weights)
     if path.exists():
@@ -101,14 +108,14 @@ def neighbours(weight: Any, num_heads: int) -> Any:
 def _write(folder: Path, config: dict[str, Any], path: Path) -> None:
     gguf, numpy = importlib.import_module("gguf"), importlib.import_module("numpy")
     rotated = config["model_type"] == "llama"
-    writer = gguf.GGUFWriter(str(path), config["model_type"])
+    writer = gguf.GGUFWriter(str(path), _ARCHITECTURES[config["model_type"]])
     _write_config(writer, gguf, config)
-    for name, values in _tensors(folder, numpy):
+    for name, values in _stacked(_tensors(folder, numpy), numpy):
         if rotated and "q_proj" in name:
             values = neighbours(values, config["num_attention_heads"])
         elif rotated and "k_proj" in name:
             values = neighbours(values, config["num_key_value_heads"])
-        if values.ndim == 1:  # norms are fp32 there
+        if values.ndim == 1 or name.endswith(".mlp.gate.weight"):  # norms and routers are fp32 there
             writer.add_tensor(tensor_name(name), (values.astype(numpy.uint32) << 16).view(numpy.float32))
         else:
             raw = numpy.ascontiguousarray(values).view(numpy.uint8)
@@ -136,9 +143,25 @@ def _write_config(writer: Any, gguf: Any, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(head_size)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
+
+
+def _stacked(tensors: Iterator[tuple[str, Any]], numpy: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors, those of all experts as one `[experts, rows, columns]`."""
+    experts: dict[str, dict[int, Any]] = {}
+    for name, values in tensors:
+        if (found := _EXPERT.search(name)) is None:
+            yield name, values
+        else:
+            experts.setdefault(_EXPERT.sub("", name), {})[int(found[1])] = values
+    for name in list(experts):
+        yield name, numpy.stack([values for _, values in sorted(experts.pop(name).items())])
 
 
 def _tensors(folder: Path, numpy: Any) -> Iterator[tuple[str, Any]]:

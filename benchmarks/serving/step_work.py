@@ -7,10 +7,13 @@ matrices are multiplied with activations in 8 bits is the executor's own rule.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from benchmarks.common.workload import Request
 from cadenza_common.gguf.file import read_gguf
@@ -68,21 +71,42 @@ class Matrices:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWork:
+    """The experts of a mixture."""
+
+    one: Matrices
+    """Of one expert in every layer."""
+    num_experts: int
+    num_chosen: int
+    touched: Mapping[int, float]
+    """Experts of a layer that a step reads, by its number of rows, as a model's routers chose."""
+
+    def work(self, num_rows: int) -> Work:
+        """Chosen experts are read once, and each row is multiplied with its own."""
+        if not num_rows:
+            return Work(0, 0)
+        share = float(np.interp(num_rows, list(self.touched), list(self.touched.values())))
+        return replace(self.one.work(num_rows * self.num_chosen), read_bytes=round(share * self.one.num_bytes))
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderWork:
-    """Sizes of a dense decoder with a gated MLP."""
+    """Sizes of a decoder with gated MLPs, or experts in their place."""
 
     layers: Matrices
-    """Of all layers."""
+    """Of all layers, but for their experts."""
     head: Matrices
     """That gives logits; a tied embedding table is the same matrix."""
     kv_bytes_per_token: int
     attention_width: int
     """Number of query heads times their size, summed over the layers."""
+    experts: ExpertWork | None = None
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all matrices that a step with logits reads."""
-        return self.layers.num_bytes + self.head.num_bytes
+        """Bytes of all matrices that a step of one token with logits reads."""
+        experts = 0 if self.experts is None else self.experts.num_chosen * self.experts.one.num_bytes
+        return self.layers.num_bytes + self.head.num_bytes + experts
 
     def step(self, chunks: Sequence[Chunk]) -> Work:
         """A step: every matrix is read once, and the cached keys and values of each sequence once."""
@@ -94,7 +118,8 @@ class DecoderWork:
         cached = Work(
             self.kv_bytes_per_token * sum(chunk.context for chunk in chunks), 4 * self.attention_width * attended
         )
-        return self.layers.work(num_tokens) + self.head.work(num_logits) + cached
+        experts = Work(0, 0) if self.experts is None else self.experts.work(num_tokens)
+        return self.layers.work(num_tokens) + experts + self.head.work(num_logits) + cached
 
     def requests(self, requests: Sequence[Request]) -> Work:
         """Requests at once: all prompts in one step, then a step for each further token of all that still run.
@@ -108,20 +133,34 @@ class DecoderWork:
 
 
 def decoder_work(config: Mapping[str, Any], item_bytes: int = 2) -> DecoderWork:
-    """The work of a Llama or Qwen3 from its config.json, with weights and cache of item_bytes."""
+    """The work of a Llama, Qwen3, OLMoE or Qwen3-MoE from its config.json, with weights and cache of item_bytes.
+
+    A mixture's steps choose all experts, until `ExpertWork.touched` says how many.
+    """
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("head_dim") or hidden // heads)
     projections = (2 * heads + 2 * kv_heads) * size
-    in_layers = layers * hidden * (projections + 3 * int(config["intermediate_size"]))
+    num_experts = int(config.get("num_experts", 0))
+    feed_forward = num_experts or 3 * int(config["intermediate_size"])
+    in_layers = layers * hidden * (projections + feed_forward)
     in_head = int(config["vocab_size"]) * hidden
     return DecoderWork(
         layers=Matrices(in_layers, item_bytes * in_layers),
         head=Matrices(in_head, item_bytes * in_head),
         kv_bytes_per_token=2 * item_bytes * layers * kv_heads * size,
         attention_width=layers * heads * size,
+        experts=_experts(config, item_bytes) if num_experts else None,
     )
+
+
+def _experts(config: Mapping[str, Any], item_bytes: int) -> ExpertWork:
+    width = int(config.get("moe_intermediate_size", config["intermediate_size"]))
+    in_one = int(config["num_hidden_layers"]) * int(config["hidden_size"]) * 3 * width
+    num_experts, num_chosen = int(config["num_experts"]), int(config["num_experts_per_tok"])
+    every = {1: float(num_chosen), 2: float(num_experts)}
+    return ExpertWork(Matrices(in_one, item_bytes * in_one), num_experts, num_chosen, every)
 
 
 def folder_work(folder: Path) -> DecoderWork:
@@ -138,8 +177,8 @@ _COLUMNS = 256
 class StoredMatrix:
     """A matrix of the model."""
 
-    is_head: bool
-    """It gives logits, as a tied table of embeddings does; else it is of a layer."""
+    part: Literal["layers", "head", "experts"]
+    """head: it gives logits, as a tied table of embeddings does; experts: it is one of those of a layer."""
     parameters: int
     num_bytes: int
     format: QuantFormat | None
@@ -158,10 +197,11 @@ class StoredWeights:
 
     def work(self, dense: DecoderWork) -> DecoderWork:
         """The work of a decoder with these matrices in place of dense ones."""
-        return replace(dense, layers=self._together(False), head=self._together(True))
+        experts = None if dense.experts is None else replace(dense.experts, one=self._together("experts"))
+        return replace(dense, layers=self._together("layers"), head=self._together("head"), experts=experts)
 
-    def _together(self, is_head: bool) -> Matrices:
-        own = [each for each in self.matrices if each.is_head == is_head]
+    def _together(self, part: str) -> Matrices:
+        own = [each for each in self.matrices if each.part == part]
         int8 = sum(each.parameters for each in own if each.format in self.int8_formats)
         return Matrices(sum(each.parameters for each in own), sum(each.num_bytes for each in own), int8)
 
@@ -187,12 +227,13 @@ def gguf_weights(path: Path, isa: Isa, option: QuantizedActivations) -> StoredWe
     head = _HEAD if _HEAD in tensors else _TABLE
     matrices = []
     for tensor in tensors.values():
-        if len(tensor.shape) != 2 or (tensor.name == _TABLE and head != _TABLE):
+        if len(tensor.shape) < 2 or (tensor.name == _TABLE and head != _TABLE):
             continue
-        rows, columns = tensor.shape
+        *experts, rows, columns = tensor.shape
         known = BLOCK_TYPES.get(tensor.type.name)
         kind = None if known is None else known.format
-        matrices.append(StoredMatrix(tensor.name == head, rows * columns, tensor.num_bytes, kind))
+        part: Any = "head" if tensor.name == head else "experts" if experts else "layers"
+        matrices.append(StoredMatrix(part, rows * columns, tensor.num_bytes // math.prod(experts), kind))
     stored_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     return StoredWeights(tuple(matrices), stored_bytes, _int8_formats(matrices, isa, option))
 
@@ -202,11 +243,11 @@ def rounded_weights(
 ) -> StoredWeights:
     """The weights of a checkpoint that --quantization rounds; its tables are in 8 bits. tied: it has one table."""
 
-    def matrix(is_head: bool, parameters: int, kind: QuantFormat) -> StoredMatrix:
-        return StoredMatrix(is_head, parameters, kind.num_bytes((1, parameters)), kind)
+    def matrix(part: Any, parameters: int, kind: QuantFormat) -> StoredMatrix:
+        return StoredMatrix(part, parameters, kind.num_bytes((1, parameters)), kind)
 
-    layers = matrix(False, dense.layers.parameters, INT8 if rounding == "int8" else INT4)
-    head = matrix(True, dense.head.parameters, INT8)
+    layers = matrix("layers", dense.layers.parameters, INT8 if rounding == "int8" else INT4)
+    head = matrix("head", dense.head.parameters, INT8)
     stored_bytes = layers.num_bytes + head.num_bytes * (1 if tied else 2)
     return StoredWeights((layers, head), stored_bytes, _int8_formats((layers, head), isa, option))
 

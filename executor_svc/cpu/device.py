@@ -16,7 +16,7 @@ from torch import Tensor
 from executor_svc.config import CPU_MEMORY_SHARE as _SHARE
 from executor_svc.config import CpuIsa, ExecutorConfig
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
-from executor_svc.cpu.kernels.experts.kernels import CpuExpertKernels
+from executor_svc.cpu.kernels.latent.kernels import CpuLatentKernels
 from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding, probe_linear, rows_with_drafts
 from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart
 from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding
@@ -103,7 +103,7 @@ class CpuDevice:
         self.numerics: Numerics = "fast" if config.numerics == "fast" else "exact"
         self.num_threads = config.num_threads or cores()
         torch.set_num_threads(self.num_threads)
-        self._kernels = CpuExpertKernels(self.num_threads, _isa(config.cpu_isa))
+        self._kernels = CpuLatentKernels(self.num_threads, _isa(config.cpu_isa))
         self._linears: dict[_Kind, tuple[str, Linear, torch.dtype]] = {}
         self._probed: dict[_Kind, int] = {}
         """The rows that a shape was probed with."""

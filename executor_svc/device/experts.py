@@ -82,6 +82,10 @@ class ExpertKernels(Kernels, Protocol):
         """Return x [T, hidden] as float32."""
         ...
 
+    def has_router(self, router: Router) -> bool:
+        """Return whether this device has the kernels of a router."""
+        ...
+
     def route(
         self,
         logits: Tensor,

@@ -38,6 +38,8 @@ class AttentionShape:
     """Scores s become softcap * tanh(s / softcap) before the mask; None: no softcap."""
     chunk: int | None = None
     """At least 1, without a window: a token at position p attends from the multiple of this at or before p on."""
+    latent: int | None = None
+    """Columns of a key that are its value too, as `device.latent` has them; None: values are numbers of their own."""
 
     @property
     def group(self) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.host_memory import new_memory
 from executor_svc.device.kv_layout import KVLayout, LayerKV
+from executor_svc.device.latent import latent_columns
 from executor_svc.plan.description import LayerHeads, ModelGeometry
 from executor_svc.plan.limits import GroupShape
 
@@ -65,7 +66,12 @@ def model_layout(
 
 def layers_of_heads(heads: Sequence[LayerHeads], padded: Callable[[int], int]) -> tuple[LayerKV, ...]:
     """Return the layers of a model alone; padded: as of `model_layout`."""
-    return tuple(LayerKV(each.num_kv_heads, padded(each.head_size), shared_with=each.kv_of) for each in heads)
+    return tuple(
+        LayerKV(each.num_kv_heads, padded(each.head_size), shared_with=each.kv_of)
+        if each.latent is None
+        else LayerKV(1, latent_columns(each.latent, each.head_size - each.latent), parts=1, shared_with=each.kv_of)
+        for each in heads
+    )
 
 
 class KVCache:

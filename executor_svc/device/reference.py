@@ -194,6 +194,35 @@ def attention(
     return out
 
 
+def latent_rows(kv: Tensor, norm: Tensor, eps: float, angles: Tensor) -> Tensor:
+    """Return the rows of the cache [T, L + R] in float64 of kv [T, L + R]; norm [L], angles [T, R / 2] as in `rope`."""
+    latents, keys = kv.split([len(norm), kv.shape[1] - len(norm)], -1)
+    return torch.cat([rms_norm(latents, norm, eps), rope(keys[:, None], angles)[:, 0]], -1)
+
+
+def latent_attention(
+    q: Tensor,
+    absorb: Tensor,
+    expand: Tensor,
+    kv_layer: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+) -> Tensor:
+    """Return latent attention [T, H * V] in float64 of rotated queries (DeepSeek-V2, 2024).
+
+    Args:
+        q: [T, H, N + R].
+        absorb: [H, L, N]; expand: [H, V, L].
+        kv_layer: [N, 2, 1, B, L + R], rows of `latent_rows` in both halves; as in `attention`, like what follows.
+    """
+    plain = q.double().split([absorb.shape[2], q.shape[2] - absorb.shape[2]], -1)
+    queries = torch.cat([torch.einsum("thn,hln->thl", plain[0], absorb.double()), plain[1]], -1)
+    found = attention(queries, kv_layer, query_start_loc, seq_lens, block_tables, scale)[..., : absorb.shape[1]]
+    return torch.einsum("thl,hvl->thv", found, expand.double()).flatten(1)
+
+
 def route(
     logits: Tensor, router: Router, dtype: torch.dtype, bias: Tensor | None = None, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

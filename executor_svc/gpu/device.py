@@ -16,7 +16,7 @@ from executor_svc.device.interface import DeviceError, Numerics, NumericsError, 
 from executor_svc.device.kernels import Embedding, Linear, TableEmbedding, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
 from executor_svc.device.stored_linear import FewBits, QuantRows, StoredLinear
-from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
+from executor_svc.gpu.experts import GpuExpertKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
 from executor_svc.gpu.stored_linear import FewBitsEmbedding, GpuStoredLinear, has_kernel
@@ -31,6 +31,8 @@ BYTES_FOR_GRAPHS = 1 << 30
 """Memory left free for libraries and CUDA graphs."""
 _LEAST_ARCH = 80
 _LEAST_ARCH_OF_FP8_CACHE = 90
+_DENSE = "lm_head", "experts.router"
+"""Linears that --quantization leaves as they are."""
 _HOPPER = 90, 132
 """Compute capability and multiprocessors of the GPU that Triton's interpreter simulates."""
 
@@ -38,13 +40,13 @@ _HOPPER = 90, 132
 class RecordedLinear:
     """A linear layer whose calls can be recorded; implements `device.kernels.Linear`."""
 
-    def __init__(self, linear: GpuLinear | GpuStoredLinear, kernels: GpuKernels) -> None:
+    def __init__(self, linear: GpuLinear | GpuStoredLinear, kernels: GpuExpertKernels) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._linear = linear
+        self.linear = linear
         self._kernels = kernels
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return self._kernels.linear(x, self._linear, out_dtype or x.dtype)
+        return self._kernels.linear(x, self.linear, out_dtype or x.dtype)
 
 
 class GpuDevice:
@@ -81,12 +83,12 @@ class GpuDevice:
         self._arch = arch
         assert config.quantization != "int4"
         self._quantization: Quantization = config.quantization
-        self._kernels = GpuKernels(self.torch_device, arch, num_sms)
+        self._kernels = GpuExpertKernels(self.torch_device, arch, num_sms)
         self._workspace = SumsWorkspace(self.torch_device)
         self.few_bits = FewBits()
 
     @property
-    def kernels(self) -> GpuKernels:
+    def kernels(self) -> GpuExpertKernels:
         return self._kernels
 
     @property
@@ -130,7 +132,8 @@ class GpuDevice:
         if isinstance(weight, StoredLinear) and self._in_few_bits(weight):
             return RecordedLinear(self._stored(name, weight, bias), self._kernels)
         weight = weight if isinstance(weight, Tensor) else self._whole(name, weight)
-        linear = make_linear(weight, bias, "none" if name == "lm_head" else self._quantization, self._workspace)
+        quantization = "none" if name in _DENSE else self._quantization
+        linear = make_linear(weight, bias, quantization, self._workspace)
         return RecordedLinear(linear, self._kernels)
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:

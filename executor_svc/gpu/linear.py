@@ -46,28 +46,28 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take weight [out_features, in_features] and bias [out_features] or None, both in the model's dtype."""
         self.out_features, self.in_features = weight.shape
-        self._weight = weight.contiguous()
-        self._bias = bias
+        self.weight = weight.contiguous()
+        self.bias = bias
 
     def __call__(self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """Map [rows, in_features] to [rows, out_features], into `out` if given; out_dtype: that of x, or float32."""
         dtype = result_dtype(x, out, out_dtype)
         if dtype == x.dtype:
             if out is None:
-                return functional.linear(x, self._weight, self._bias)
-            if self._bias is None:
-                return torch.mm(x, self._weight.t(), out=out)
-            return torch.addmm(self._bias, x, self._weight.t(), out=out)
+                return functional.linear(x, self.weight, self.bias)
+            if self.bias is None:
+                return torch.mm(x, self.weight.t(), out=out)
+            return torch.addmm(self.bias, x, self.weight.t(), out=out)
         return self._to_float(x, out)
 
     def _to_float(self, x: Tensor, out: Tensor | None) -> Tensor:
         out = new_out(x, self.out_features, torch.float32) if out is None else out
         if x.device.type == "cuda":
-            torch.mm(x, self._weight.t(), out_dtype=torch.float32, out=out)
+            torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
         else:
             # On the CPU, PyTorch has no product with a wider result dtype.
-            torch.mm(x.float(), self._weight.t().float(), out=out)
-        return out if self._bias is None else out.add_(self._bias)
+            torch.mm(x.float(), self.weight.t().float(), out=out)
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class W8Linear:
@@ -79,14 +79,14 @@ class W8Linear:
         """Quantize weight [out_features, in_features]; bias [out_features] or None."""
         self.out_features, self.in_features = weight.shape
         quantize = quantize_int8 if quantization == "int8" else quantize_fp8
-        narrow, self._scale = quantize(weight)
+        narrow, self.scale = quantize(weight)
         # Padding with zeros: the kernel reads 16 bytes at a time.
         self._padding = -self.in_features % _ALIGNMENT
-        self._weight = functional.pad(narrow.view(torch.int8), (0, self._padding)).view(narrow.dtype).contiguous()
-        self._bias = torch.zeros_like(self._scale) if bias is None else bias.float().contiguous()
+        self.weight = functional.pad(narrow.view(torch.int8), (0, self._padding)).view(narrow.dtype).contiguous()
+        self.bias = torch.zeros_like(self.scale) if bias is None else bias.float().contiguous()
         self._num_sms = multiprocessors(weight.device)
         self._workspace = workspace
-        workspace.reserve(workspace_size(self.out_features, self._weight.shape[1], self._num_sms))
+        workspace.reserve(workspace_size(self.out_features, self.weight.shape[1], self._num_sms))
 
     def __call__(self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """Map [rows, in_features] to [rows, out_features], into `out` if given; out_dtype: that of x, or float32."""
@@ -94,7 +94,7 @@ class W8Linear:
             out = new_out(x, self.out_features, out_dtype or x.dtype)
         result_dtype(x, out, out_dtype)
         padded = functional.pad(x, (0, self._padding)) if self._padding else x
-        linear_w8(padded, self._weight, self._scale, self._bias, out, self._workspace.memory, self._num_sms)
+        linear_w8(padded, self.weight, self.scale, self.bias, out, self._workspace.memory, self._num_sms)
         return out
 
 
@@ -113,9 +113,9 @@ class Fp8Linear:
                 f"--quantization fp8_w8a8: a linear layer of {self.in_features} to {self.out_features} features; both "
                 f"must be multiples of {_ALIGNMENT}"
             )
-        self._weight, scale = quantize_fp8(weight)
-        self._scale = scale.view(1, -1)
-        self._bias = bias
+        self.weight, scale = quantize_fp8(weight)
+        self.scale = scale.view(1, -1)
+        self.bias = bias
         # On other GPUs, PyTorch's kernels for scales per row only have 16-bit results.
         self._to_float = weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] == 9
 
@@ -128,11 +128,11 @@ class Fp8Linear:
         if out is None:
             out = new_out(x, self.out_features, dtype)
         if dtype == x.dtype:
-            return self._multiply(x, self._bias, out)
+            return self._multiply(x, self.bias, out)
         if self._to_float:
             self._multiply(x, None, out)
-            return out if self._bias is None else out.add_(self._bias)
-        return out.copy_(self._multiply(x, self._bias, new_out(x, self.out_features, x.dtype)))
+            return out if self.bias is None else out.add_(self.bias)
+        return out.copy_(self._multiply(x, self.bias, new_out(x, self.out_features, x.dtype)))
 
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         narrow = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -140,9 +140,9 @@ class Fp8Linear:
         quantize_rows(x, narrow, scales)
         torch._scaled_mm(
             narrow,
-            self._weight.t(),
+            self.weight.t(),
             scales.view(-1, 1),
-            self._scale,
+            self.scale,
             bias=bias,
             out_dtype=out.dtype,
             use_fast_accum=True,

@@ -27,6 +27,7 @@ from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.drafts.drafting import GpuDrafting, ngrams_of
 from executor_svc.gpu.drafts.passes import DraftPasses, GpuDraftModel
 from executor_svc.gpu.enqueued_step import GpuStep
+from executor_svc.gpu.experts import GpuExpertKernels
 from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling.state import SlotSamplingState
@@ -98,6 +99,9 @@ class GpuStepExecutor:
         if draft is not None:
             self._passes = DraftPasses(draft, self._runner, self._device_slots, self.sampling.sampler)
         self._pending: deque[GpuStep] = deque()
+        kernels = device.kernels
+        self.token_counts = sorted(kernels.tokens_of_tiles) if isinstance(kernels, GpuExpertKernels) else []
+        """Tokens of steps that have kernels of their own, for warm-up."""
         pools.warm_up()
         self.sampling.warm_up()
 

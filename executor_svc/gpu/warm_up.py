@@ -38,6 +38,8 @@ def run_largest_steps(executor: Executor) -> None:
     They compute max_num_batched_tokens tokens, of one sequence and of max_num_seqs, and sample a token for each. With
     places for adapters so do steps with adapters, and one of a single token.
     """
+    token_counts = executor.token_counts if isinstance(executor, GpuStepExecutor) else []
+    _run_each(executor, _of_counts(token_counts, executor.limits))
     _run_each(executor, _largest(executor.limits))
     if (adapted := _adapted(executor)) is not None:
         with adapted:
@@ -66,6 +68,14 @@ def run_steps(executor: Executor) -> None:
                 for plan in _each_kind(executor.limits):
                     executor.launch(plan, 0).result()
             executor.clear()
+
+
+def _of_counts(counts: Iterable[int], limits: Limits) -> Iterator[StepPlan]:
+    """Yield a step of each number of tokens that a step can have."""
+    for count in counts:
+        num_seqs = -(-count // limits.max_model_len)
+        if count < limits.max_num_batched_tokens and num_seqs <= limits.max_num_seqs:
+            yield _prompts(np.diff(np.arange(num_seqs + 1) * count // num_seqs), SequenceSampling(), limits)
 
 
 def _largest(limits: Limits) -> Iterator[StepPlan]:

@@ -239,7 +239,7 @@ class SafetensorsWeights(Weights):
 
     def holds(self, name: str) -> bool:
         """As in `Weights`."""
-        return name in self._places
+        return self._expert_of(name)[0] in self._places
 
     def is_tied(self) -> bool:
         """As in `Weights`; in few bits, all of their tensors are compared as they are stored."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
+from executor_svc.device.latent import latent_shape
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.kv_scales import SCALES
@@ -159,6 +160,8 @@ class Decoder:
 
 def attention_shape(spec: DecoderSpec, layer: LayerSpec, kernels: Kernels) -> AttentionShape:
     """Return the shape of a layer's attention."""
+    if layer.latent is not None:
+        return latent_shape(spec.num_heads, layer.latent.size, layer.latent.rope_size, spec.attention_scale)
     sizes = layer.sizes or LayerSizes(spec.num_kv_heads, spec.head_size, spec.intermediate_size)
     return AttentionShape(
         spec.num_heads,
@@ -177,6 +180,8 @@ def layer_heads(spec: DecoderSpec) -> tuple[LayerHeads, ...]:
     sizes = [spec.sizes(index) for index in range(spec.num_layers)]
     return tuple(
         LayerHeads(each.num_kv_heads, each.head_size, layer.kv_of)
+        if layer.latent is None
+        else LayerHeads(1, layer.latent.size + layer.latent.rope_size, latent=layer.latent.size)
         for each, layer in zip(sizes, spec.layers, strict=True)
     )
 

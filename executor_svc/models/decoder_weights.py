@@ -14,9 +14,11 @@ from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.experts_weights import ExpertsWeights
 from executor_svc.models.file_form import FINAL_NORM, POSITIONS
+from executor_svc.models.latent_weights import LatentWeights
 from executor_svc.models.layers.attention import Attention, HeadRows
 from executor_svc.models.layers.experts import ExpertsBeside
 from executor_svc.models.layers.inputs import LayerInput, TokenInputs
+from executor_svc.models.layers.latent import LatentAttention
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
 from executor_svc.models.layers.norm import LayerNorm, Norm, RmsNorm
 from executor_svc.models.linear_weight import LinearWeight, StoredPart, linear_weight, output_weight, qkv_weight
@@ -27,7 +29,7 @@ from executor_svc.models.spec import EMBEDDINGS, HEAD, LAYER_TABLE, TABLE, Decod
 class LayerWeights:
     """A layer, ready to run."""
 
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: Mlp
     before_attention: Norm | None
     """None: the model has no such norm, here and in the following ones."""
@@ -162,8 +164,13 @@ class DecoderWeights:
 
     def _attention(
         self, prefix: str, index: int, shape: AttentionShape, scales: KVScales | None, columns: int
-    ) -> Attention:
+    ) -> Attention | LatentAttention:
         spec, dtype, names = self._spec, self._builder.dtype, self._spec.names
+        latent = spec.layers[index].latent
+        if latent is not None:
+            return LatentWeights(spec, latent, self._weights, self._builder, self._norm_weight).layer(
+                prefix, shape, scales
+            )
         rows = qkv_rows(spec, index)
         heads = self._head_rows(shape, len(rows))
         qkv = qkv_weight(self._linears(prefix, rows, columns), dtype, heads)

@@ -58,3 +58,12 @@ class StackedForm:
     """Whether dense ones are [E, columns, rows]."""
     interleaved: bool = False
     """Whether rows of gate and up take turns; else those of gate are first."""
+
+
+@dataclass(frozen=True, slots=True)
+class BesideNames:
+    """The norms of experts that are beside the layer's MLP (Gemma 4)."""
+
+    after_mlp: str = "post_feedforward_layernorm_1"
+    before: str = "pre_feedforward_layernorm_2"
+    after: str = "post_feedforward_layernorm_2"

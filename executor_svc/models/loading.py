@@ -19,6 +19,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.experts import ExpertKernels
 from executor_svc.device.interface import Device
+from executor_svc.device.latent import LatentKernels
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.adapters.reading import BaseTable
@@ -42,7 +43,7 @@ from executor_svc.models.folder import LoaderError, read_json, token_ids_of, tok
 from executor_svc.models.gguf.config_content import special_token_ids
 from executor_svc.models.kv_scales import wants_fp8_kv_cache
 from executor_svc.models.quantized.round_to_nearest import rounding_of
-from executor_svc.models.registry import unknown_architecture
+from executor_svc.models.registry import refused_architecture, unknown_architecture
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.plan.description import ModelGeometry
 
@@ -120,6 +121,8 @@ def load_model(
     NumericsError if exact numerics are requested and this machine cannot guarantee them.
     """
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
+    if (reason := refused_architecture(checkpoint.names)) is not None:
+        raise LoaderError(f"model folder {checkpoint.folder}: {reason}")
     if checkpoint.architecture is not None and _has_kernels(device, checkpoint):
         return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes, join)
     if join is not None:
@@ -132,11 +135,14 @@ def load_model(
 
 def _has_kernels(device: Device, checkpoint: Checkpoint) -> bool:
     """Return whether the device has kernels of all parts of an architecture with code in Cadenza."""
-    if isinstance(device.kernels, ExpertKernels) or not checkpoint.read_spec().has_experts:
-        return True
-    if checkpoint.gguf is not None:
-        raise LoaderError(f"--model {checkpoint.folder}: mixtures of experts in GGUF need --device cpu")
-    return False
+    spec, kernels = checkpoint.read_spec(), device.kernels
+    lacking = "models with latent attention" if spec.has_latents and not isinstance(kernels, LatentKernels) else None
+    routers = [layer.experts.router for layer in spec.layers if layer.experts is not None]
+    if not all(isinstance(kernels, ExpertKernels) and kernels.has_router(each) for each in routers):
+        lacking = "mixtures of this kind"
+    if lacking is not None and checkpoint.gguf is not None:
+        raise LoaderError(f"--model {checkpoint.folder}: {lacking} in GGUF need --device cpu")
+    return lacking is None
 
 
 ReadEnds = Callable[[bool, bool], Ends]

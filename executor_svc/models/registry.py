@@ -8,6 +8,12 @@ from typing import Any
 from cadenza_common.brief import brief
 from executor_svc.models.families.apertus import read_apertus
 from executor_svc.models.families.cohere import read_cohere2
+from executor_svc.models.families.deepseek import (
+    read_deepseek_v2,
+    read_deepseek_v3,
+    read_glm4_moe_lite,
+    read_mistral4,
+)
 from executor_svc.models.families.ernie import read_ernie
 from executor_svc.models.families.exaone import read_exaone4
 from executor_svc.models.families.falcon import read_falcon
@@ -45,6 +51,7 @@ from executor_svc.models.families.starcoder import read_starcoder2
 from executor_svc.models.families.wrapped import (
     read_gemma3_wrapped,
     read_gemma4_wrapped,
+    read_kimi_wrapped,
     read_llama4_wrapped,
     read_mistral3_wrapped,
 )
@@ -53,6 +60,8 @@ from executor_svc.models.spec import DecoderSpec
 ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "ApertusForCausalLM": read_apertus,
     "Cohere2ForCausalLM": read_cohere2,
+    "DeepseekV2ForCausalLM": read_deepseek_v2,
+    "DeepseekV3ForCausalLM": read_deepseek_v3,
     "Ernie4_5ForCausalLM": read_ernie,
     "Ernie4_5_MoeForCausalLM": read_ernie_moe,
     "Exaone4ForCausalLM": read_exaone4,
@@ -67,6 +76,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Gemma4ForConditionalGeneration": read_gemma4_wrapped,
     "Glm4ForCausalLM": read_glm4,
     "Glm4MoeForCausalLM": read_glm4_moe,
+    "Glm4MoeLiteForCausalLM": read_glm4_moe_lite,
     "GptOssForCausalLM": read_gpt_oss,
     "GraniteForCausalLM": read_granite,
     "GraniteMoeForCausalLM": read_granite_moe,
@@ -76,6 +86,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "GraniteSWAForCausalLM": read_granite_swa,
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
+    "KimiK25ForConditionalGeneration": read_kimi_wrapped,
     "Llama4ForCausalLM": read_llama4,
     "Llama4ForConditionalGeneration": read_llama4_wrapped,
     "LlamaForCausalLM": read_llama,
@@ -83,6 +94,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "MiniMaxM2ForCausalLM": read_minimax_m2,
     "Ministral3ForCausalLM": read_ministral3,
     "Mistral3ForConditionalGeneration": read_mistral3_wrapped,
+    "Mistral4ForCausalLM": read_mistral4,
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
     "NemotronForCausalLM": read_nemotron,
@@ -108,17 +120,29 @@ _FORMS: dict[str, Callable[[dict[str, Any]], bool]] = {
 """Whether a config.json is of the form that there is code for; others run through transformers."""
 _OLD_NAMES = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
-"""Names of before transformers had the model, or of other spelling."""
+"""Names that the same models have in other files: of before transformers had the model, or as transformers calls it."""
 
-
+_INDEXER = "attention to keys that an indexer chooses is not supported"
+_REFUSED = {
+    "DeepseekV32ForCausalLM": _INDEXER,
+    "DeepseekV4ForCausalLM": "attention to keys that an indexer chooses, and hyper-connections, are not supported",
+    "GlmMoeDsaForCausalLM": _INDEXER,
+    "MiniMaxM3SparseForCausalLM": _INDEXER,
+    "MiniMaxM3SparseForConditionalGeneration": _INDEXER,
+    "MiniMaxM3VLForCausalLM": _INDEXER,
+}
+"""Architectures that transformers' code, too, would run otherwise than they are meant, and why."""
 _MOST_NAMED = 200
 """Characters of names in a message."""
 _MODEL_TYPES = {
     "apertus": "ApertusForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
@@ -131,6 +155,7 @@ _MODEL_TYPES = {
     "gemma4_text": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
@@ -142,6 +167,8 @@ _MODEL_TYPES = {
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "kimi_k25": "KimiK25ForConditionalGeneration",
     "llama": "LlamaForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",
     "llama4_text": "Llama4ForCausalLM",
@@ -150,6 +177,7 @@ _MODEL_TYPES = {
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "mistral4": "Mistral4ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "nemotron": "NemotronForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -186,6 +214,12 @@ def has_code(architecture: str, content: dict[str, Any]) -> bool:
 def has_no_head(names: Sequence[str]) -> bool:
     """Return whether these architectures do not say what the model is for: there is none, or the bare model."""
     return all(name.endswith("Model") and "Head" not in name for name in names)
+
+
+def refused_architecture(names: Sequence[str]) -> str | None:
+    """Return the error message for an architecture that is refused by its name; None for others."""
+    found = next((name for name in names if name in _REFUSED), None)
+    return None if found is None else f"architecture {found} in config.json: {_REFUSED[found]}"
 
 
 def unknown_architecture(names: Sequence[str], model_type: object) -> str:

@@ -20,6 +20,7 @@ from executor_svc.models.layers.rope_scaling import (
 from executor_svc.portable_math import log
 
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0
+_MOST_MSCALE = 1e6
 
 DEFAULT_THETA = 10_000.0
 _MOST_FACTOR = 1 << 32
@@ -128,6 +129,16 @@ def _yarn(rope: Fields, size: int, max_positions: int, original: int) -> Scaling
 
 def _mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
+
+
+def score_factor(rope: Fields) -> float:
+    """Return the factor of attention scores that an embedding over longer contexts has in DeepSeek's models."""
+    kind, mscale = rope.text("rope_type") or rope.text("type"), rope.number("mscale_all_dim", 0.0, at_least=0.0)
+    if kind in (None, "default") or not mscale:
+        return 1.0
+    if mscale > _MOST_MSCALE:
+        raise rope.error("mscale_all_dim", f"{mscale:g} must be at most {_MOST_MSCALE:g}")
+    return _mscale(_factor(rope), mscale) ** 2
 
 
 def _longrope(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -12,7 +12,8 @@ from executor_svc.device.experts import Router
 from executor_svc.device.kernels import HeadNormKind
 from executor_svc.models.file_form import HEAD as HEAD
 from executor_svc.models.file_form import TABLE as TABLE
-from executor_svc.models.file_form import FileForm, StackedForm
+from executor_svc.models.file_form import BesideNames, FileForm, StackedForm
+from executor_svc.models.latent_spec import LatentSpec
 from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import LATER, QueryScaling, RopeConfig
@@ -54,15 +55,6 @@ class LayerNames:
     def first(self) -> str:
         """The module whose name in layer 0 shows what stands before `layers` in a file."""
         return self.before_attention or self.after_attention or self.output
-
-
-@dataclass(frozen=True, slots=True)
-class BesideNames:
-    """The norms of experts that are beside the layer's MLP (Gemma 4)."""
-
-    after_mlp: str = "post_feedforward_layernorm_1"
-    before: str = "pre_feedforward_layernorm_2"
-    after: str = "post_feedforward_layernorm_2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +155,8 @@ class LayerSpec:
     """Index of an earlier layer of the same heads, whose keys and values it reads; None: it has its own."""
     head_norms: bool = field(default=True, repr=False, metadata=LATER)
     """Whether it has the norms of heads that the model has."""
+    latent: LatentSpec | None = field(default=None, repr=False, metadata=LATER)
+    """None: its keys and values are those of heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,16 +251,20 @@ class DecoderSpec:
         return any(layer.experts is not None for layer in self.layers)
 
     @property
+    def has_latents(self) -> bool:
+        """Whether keys and values of a layer are made of latents."""
+        return any(layer.latent is not None for layer in self.layers)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
     def num_linear_elements(self) -> int:
         """The number of elements of embedding, head and linears: nearly all of the weights."""
-        # Equal layers are counted once: there may be thousands, each of thousands of experts.
-        layers, first = Counter(self.layers), {layer: index for index, layer in enumerate(self.layers)}
+        first = {layer: index for index, layer in enumerate(self.layers)}  # of thousands of layers few differ
         shapes = [(1, dict(_end_shapes(self)))]
-        shapes += [(count, _layer_shapes(self, first[layer])) for layer, count in layers.items()]
+        shapes += [(count, _layer_shapes(self, first[layer])) for layer, count in Counter(self.layers).items()]
         return sum(count * rows * columns for count, each in shapes for rows, columns in each.values())
 
     def sizes(self, index: int) -> LayerSizes:
@@ -313,8 +311,9 @@ def _later_values(part: Any) -> list[tuple[str, Any]]:
 def bias_names(spec: DecoderSpec) -> list[list[list[str]]]:
     """Return the names of biases that the model may have: of attention and MLP, of each linear, of each layer."""
     names, layers = spec.names, range(spec.num_layers)
-    qkv = [[index for index in layers if name in qkv_rows(spec, index)] for name in names.qkv]
-    attention = list(zip(names.qkv, qkv, strict=True)) if spec.qkv_bias else []
+    biased = [_biased_rows(spec, index) for index in layers] if spec.qkv_bias else []
+    found = dict.fromkeys(name for rows in biased for name in rows)
+    attention = [(name, [index for index in layers if name in biased[index]]) for name in found]
     attention += [(names.output, list(layers))] if spec.output_bias else []
     mlp = [(name, list(layers)) for name in (*names.into_mlp, names.down)] if spec.mlp_bias else []
     return [
@@ -344,9 +343,12 @@ def _end_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
 
 def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
     hidden, names, inputs, sizes = spec.hidden_size, spec.names, spec.layer_inputs, spec.sizes(index)
-    found = {name: (rows, hidden) for name, rows in qkv_rows(spec, index).items()}
-    found[names.output] = (hidden, spec.num_heads * sizes.head_size)
-    experts = spec.layers[index].experts
+    experts, latent = spec.layers[index].experts, spec.layers[index].latent
+    if latent is None:
+        found = {name: (rows, hidden) for name, rows in qkv_rows(spec, index).items()}
+        found[names.output] = (hidden, spec.num_heads * sizes.head_size)
+    else:
+        found = latent.shapes(hidden, spec.num_heads, names.output)
     if experts is not None:
         found |= dict(expert_shapes(experts, hidden))
     if experts is None or experts.names.beside is not None:
@@ -355,6 +357,14 @@ def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
     if inputs is not None:
         found |= {inputs.gate: (inputs.size, hidden), inputs.projection: (hidden, inputs.size)}
     return found
+
+
+def _biased_rows(spec: DecoderSpec, index: int) -> Iterable[str]:
+    """Return the linears of a layer's attention that `qkv_bias` is of."""
+    latent = spec.layers[index].latent
+    if latent is None:
+        return qkv_rows(spec, index)
+    return (latent.kv,) if latent.query_size is None else (latent.q[0], latent.kv)
 
 
 def expert_shapes(experts: ExpertsSpec, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:

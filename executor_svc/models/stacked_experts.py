@@ -1,8 +1,8 @@
 """Checkpoints that have the matrices of all experts of a layer in one tensor, under the names of single ones.
 
-Each form (`file_form.StackedForm`) is read as what it is: transposed (gpt-oss, Llama 4) or not (Qwen3.5, Gemma 4, Granite),
-with rows of gate and up in turns (gpt-oss) or one after the other; dense, or in gpt-oss's blocks of MXFP4, which are
-not transposed.
+Each form (`file_form.StackedForm`) is read as what it is: transposed (gpt-oss, Llama 4) or not (Qwen3.5, Gemma 4,
+Granite), with rows of gate and up in turns (gpt-oss) or one after the other; dense, or in gpt-oss's blocks of MXFP4,
+which are not transposed.
 """
 
 from __future__ import annotations

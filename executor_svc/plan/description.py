@@ -22,6 +22,8 @@ class LayerHeads:
     head_size: int
     kv_of: int | None = None
     """Index of an earlier layer whose keys and values it reads; None: it has its own."""
+    latent: int | None = None
+    """How many numbers of a key are its value too, as `device.latent` has them; None: values are others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,18 +106,23 @@ def test_a_gguf_file_needs_an_interpreter_once(monkeypatch: pytest.MonkeyPatch, 
 
 def test_what_stands_beside_what(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
-    assert WEIGHTS == ("bf16", "Q8_0", "Q4_0", "Q4_K_M", "int8", "int4")
-    assert [openvino_weights(each) for each in WEIGHTS] == ["bf16", "int8", "int4", "int4", "int8", "int4"]
+    assert WEIGHTS == ("bf16", "Q8_0", "Q4_0", "Q4_K_M", "MXFP4", "int8", "int4")
+    assert [openvino_weights(each) for each in WEIGHTS] == ["bf16", "int8", "int4", "int4", "MXFP4", "int8", "int4"]
     assert [rounding_option(each) for each in WEIGHTS[-2:]] == [{"quantization": "int8"}, {"quantization": "int4"}]
     assert rounding_option("bf16") == rounding_option("Q4_0") == {}
-    assert [model_path(tmp_path, each) == tmp_path for each in WEIGHTS] == [True, False, False, False, True, True]
+    assert [model_path(tmp_path, each) == tmp_path for each in WEIGHTS] == [
+        *(True, False, False, False, False, True, True)
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--weights int4 --systems cadenza,llama.cpp", "llama.cpp: not with --weights int4, which cadenza, openvino"),
-        ("--weights Q4_0 --systems vllm", "vllm: not with --weights Q4_0, which cadenza, llama.cpp, openvino have"),
+        (
+            "--weights Q4_0 --systems vllm",
+            "vllm: not with --weights Q4_0, which cadenza, llama.cpp, ik_llama.cpp, openvino",
+        ),
     ],
 )
 def test_a_peer_without_such_weights_is_refused(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +133,7 @@ def test_a_peer_without_such_weights_is_refused(options: str, message: str, caps
 def test_openvinos_groups_divide_the_columns() -> None:
     assert {shape: int4_group(config) for shape, config in SHAPES.items()} == {
         "10m": 128, "135m": 32, "135m-131k": 32, "qwen3-0.6b": 128, "1b": 128,
+        "olmoe-4l": 128, "qwen3-30b-a3b-3l": 128,
     }  # fmt: skip
     assert weights_text("int4", SHAPES["135m"]).startswith("int4 by groups of 32, symmetric")
     # The head's size may be given: 3 heads of 32 are 96 columns.
@@ -147,7 +153,7 @@ def test_a_files_matrices_are_counted_as_they_are_stored() -> None:
         counted[each.format.name] += each.num_bytes
     assert counted == {"Q4_K": 4608 + 18432 + 9216 + 9216, "Q5_0": 22528, "Q6_K": 20160 + 6720, "Q8_0": 17408}
     assert stored.stored_bytes == sum(counted.values()) + 3 * 1024
-    head = [each for each in stored.matrices if each.is_head]
+    head = [each for each in stored.matrices if each.part == "head"]
     assert [(each.parameters, each.num_bytes) for each in head] == [(96 * 256, 20160)]
     both = gguf_weights(MIXED, isa, "int8")
     assert both.activations == "int8"
@@ -160,9 +166,9 @@ def test_a_files_matrices_are_counted_as_they_are_stored() -> None:
 def test_formats_in_int8_are_named_where_others_are_not() -> None:
     four, six = (BLOCK_TYPES[name].format for name in ("Q4_K", "Q6_K"))
     matrices = (
-        StoredMatrix(False, 512, 288, four),
-        StoredMatrix(False, 256, 210, six),
-        StoredMatrix(True, 8, 16, None),
+        StoredMatrix("layers", 512, 288, four),
+        StoredMatrix("layers", 256, 210, six),
+        StoredMatrix("head", 8, 16, None),
     )
     stored = StoredWeights(matrices, 514, frozenset({four}))
     assert stored.activations == "int8 for Q4_K; else bf16"

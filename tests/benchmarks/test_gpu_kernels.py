@@ -319,6 +319,7 @@ def child(*arguments: str, packages: tuple[Path, ...] = ()) -> list[dict[str, An
         pytest.param("linears", "speedup", marks=pytest.mark.long),
         pytest.param("few-bits", "speedup", marks=pytest.mark.long),
         pytest.param("lora", "overhead_percent", marks=pytest.mark.long),
+        pytest.param("experts", "us", marks=pytest.mark.long),
         ("ceilings", "ms"),
     ],
 )

@@ -26,6 +26,8 @@ MIXED = Path(__file__).parents[1] / "data" / "gguf" / "llama-q4_k_m.gguf"
 EXACT: dict[str, Any] = {"dtype": "float32", "quantized_activations": "off"}
 EIGHT_BITS = all_of(Type.Q8_0)
 HEADS = {"head_dim": 16}
+LATENT = {"kv_lora_rank": 32, "moe_intermediate_size": 32, "v_head_dim": 24}
+DEEP_YARN = {"factor": 16.0, "original_max_position_embeddings": 32, "mscale": 0.9, "mscale_all_dim": 0.9}
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 """Rows of whole blocks of 256 columns."""
 
@@ -34,6 +36,11 @@ def mixed(name: str) -> Type:
     """Return another type for each part of a fused projection, one of them dense."""
     parts = {"attn_q": Type.Q5_1, "attn_k": Type.Q8_0, "attn_v": Type.F16, "ffn_gate": Type.Q4_1, "ffn_up": Type.Q5_0}
     return next((kind for part, kind in parts.items() if f".{part}." in name), Type.Q8_0)
+
+
+def split_in_f32(name: str) -> Type:
+    """Return 8 bits, but for what makes keys and values of latents: files have keys turned."""
+    return Type.F32 if any(part in name for part in ("attn_k_b", "attn_v_b", "attn_kv_b")) else Type.Q8_0
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,14 @@ CASES = {
     "seed_oss": Case("seed_oss", shape=HEADS),
     "smollm3": Case("smollm3", shape={"no_rope_layers": [1, 1, 1, 0]}),
     "llama, low bits": Case("llama", low_bits, WIDE),
+    "deepseek_v2": Case("deepseek_v2", mixed, {**LATENT, **rope("yarn", **DEEP_YARN)}),
+    "deepseek_v3": Case(
+        "deepseek_v3",
+        split_in_f32,
+        {**LATENT, **rope("yarn", **DEEP_YARN), "q_lora_rank": 64, "attention_bias": False},
+    ),
+    "glm4_moe_lite": Case("glm4_moe_lite", split_in_f32, {**LATENT, "q_lora_rank": 64}),
+    "mistral4, in F32": Case("mistral4", all_of(Type.F32), rope("yarn", **DEEP_YARN, llama_4_scaling_beta=0.3)),
     "ernie4_5_moe": Case("ernie4_5_moe", mixed, {"moe_intermediate_size": 32, "moe_layer_end_index": -1}),
     "exaone_moe": Case("exaone_moe", shape={**HEADS, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}),
     "gemma4 with experts": Case(

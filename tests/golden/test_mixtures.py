@@ -29,6 +29,7 @@ from tests.helpers.services import executor_service, scheduler_service
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in MIXTURES},
+    "deepseek_v3 of halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "n_shared_experts": 2}),
     "gemma4": (
         "gemma4_text",
         {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},

@@ -79,11 +79,13 @@ def check_greedy(folder: Path, reference: Path, **options: Any) -> None:
 
 
 WRAPPED = [
+    ("deepseek_v3", "kimi_k25", "KimiK25ForConditionalGeneration", "language_model.model.", "language_model."),
     ("gemma3_text", "gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", "language_model."),
     ("gemma4_text", "gemma4", "Gemma4ForConditionalGeneration", "model.language_model.", ""),
     ("llama4_text", "llama4", "Llama4ForConditionalGeneration", "language_model.model.", "language_model."),
     ("mistral", "mistral3", "Mistral3ForConditionalGeneration", "language_model.model.", "language_model."),
     ("ministral3", "mistral3", "Mistral3ForConditionalGeneration", "model.language_model.", ""),
+    ("mistral4", "mistral3", "Mistral3ForConditionalGeneration", "language_model.model.", "language_model."),
 ]
 
 

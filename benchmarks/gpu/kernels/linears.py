@@ -90,8 +90,8 @@ def _time_few_bits(bench: Bench, name: str, in_features: int, out_features: int,
     from executor_svc.gpu.linear import SumsWorkspace, multiprocessors
     from executor_svc.gpu.stored_linear import PackedRows
 
-    kind = _format(name)
-    block = _random_block(kind, out_features, in_features, bench.device)
+    kind = format_of(name)
+    block = random_block(kind, out_features, in_features, bench.device)
     weight = FewBitsWeight(kind, out_features, in_features, bench.device)
     weight.write(0, block)
     wide = dequantize(block, kind).to(torch.bfloat16)
@@ -129,7 +129,8 @@ def _check(name: str, found: Tensor, expected: Tensor) -> None:
         raise RuntimeError(f"{name} is wrong: relative error {error:.3g} beside the same weights in bf16")
 
 
-def _format(name: str) -> QuantFormat:
+def format_of(name: str) -> QuantFormat:
+    """Return a common format by its name."""
     from executor_svc.device.stored_linear import QuantFormat
 
     return {
@@ -139,16 +140,20 @@ def _format(name: str) -> QuantFormat:
         "Q8_0": QuantFormat("Q8_0", 8, 32, zero=128),
         "gptq": QuantFormat("gptq", 4, 128, offsets="zero_point"),
         "fp8": QuantFormat("fp8", 8, 128, values="e4m3", scale="float32"),
+        "mxfp4": QuantFormat("mxfp4", 4, 32, values="e2m1", scale="e8m0"),
     }[name]
 
 
-def _random_block(kind: QuantFormat, rows: int, columns: int, device: torch.device) -> QuantBlock:
+def random_block(kind: QuantFormat, rows: int, columns: int, device: torch.device) -> QuantBlock:
+    """Return random numbers of a weight [rows, columns], on the device."""
     from executor_svc.device.stored_linear import QuantBlock
 
     def integers(low: int, high: int, count: int, dtype: torch.dtype) -> Tensor:
         return torch.randint(low, high, (rows, count), device=device).to(dtype)
 
     def numbers(count: int) -> Tensor:
+        if kind.scale == "e8m0":
+            return integers(117, 122, count, torch.uint8)
         return (torch.rand(rows, count, device=device) * 0.01).to(getattr(torch, kind.scale))
 
     codes = integers(0, 2**kind.bits, columns, torch.uint8)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
-from executor_svc.cpu.kernels.codegen.functions import exp, tanh, where
+from executor_svc.cpu.kernels.codegen.functions import exp, expm1, tanh, where
 from executor_svc.cpu.kernels.norm import each_piece
 from executor_svc.device.kernels import FactorActivation, GatedActivation, PlainActivation
 
@@ -171,16 +171,12 @@ def _relu2(x: Vec) -> Vec:
 
 
 def _xielu(emit: Emitter, scalars: Int) -> Callable[[Vec], Vec]:
-    """Return xIELU with its alpha_p, alpha_n, beta and eps, as `device.reference.xielu` defines it.
-
-    expm1(x) is 2 tanh(x / 2) / (1 - tanh(x / 2)), which does not cancel near 0.
-    """
+    """Return xIELU with its alpha_p, alpha_n, beta and eps, as `device.reference.xielu` defines it."""
     alpha_p, alpha_n, beta, eps = (emit.load_all(scalars + 4 * index, "float32") for index in range(4))
 
     def activate(x: Vec) -> Vec:
         least = where(emit, emit.builder.fcmp_ordered("<", x.value, eps.value), x, eps)
-        half = tanh(least * 0.5)
-        below = (half * 2.0 / (emit.vec(1.0) - half) - x) * alpha_n
+        below = (expm1(least) - x) * alpha_n
         return _positive(x, x * x * alpha_p, below) + x * beta
 
     return activate

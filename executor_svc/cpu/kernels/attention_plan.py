@@ -16,13 +16,23 @@ TILE_FIELDS = 4
 """Fields of a query tile: first row, number of tokens, position of the first token, sequence."""
 
 _MAX_ROWS = 12
+_LATENT_ROWS = 32
+_LEAST_HEADS = 4
+"""Of an item among latents, where there are as many: they share each loaded number of a key."""
 _ITEMS_OF_THREAD = 4
 _names = itertools.count()
 
 
 def tile_tokens(shape: AttentionShape) -> int:
     """Return the tokens of a query tile: they share each loaded key, with all query heads of its KV head."""
+    if shape.latent is not None:
+        return max(1, _LATENT_ROWS // latent_heads(shape))
     return max(1, _MAX_ROWS // shape.group)
+
+
+def latent_heads(shape: AttentionShape) -> int:
+    """Return the most heads of an item of attention among latents, which all have the same keys."""
+    return max(heads for heads in range(1, _LATENT_ROWS + 1) if shape.num_heads % heads == 0)
 
 
 class CpuAttentionPlan:
@@ -45,10 +55,10 @@ class CpuAttentionPlan:
         self.slots_of = np.zeros((num_tables, max_tokens), np.int64)
         """Of each block table, where the step's tokens are written."""
         self.slots = self.slots_of[0]
-        self.table = np.zeros((num_tables, 6), np.int64)
+        self.table = np.zeros((num_tables, 7), np.int64)
         """Of each block table: addresses of tiles and block tables, bytes of a row of the block tables, address of the
         scratch memory, the distance in items to the item that a thread will probably process next, KV heads of an
-        item."""
+        item, or heads of one among latents, tokens of the step."""
         self.table[:, 3:5] = scratch.data_ptr(), num_threads
         self._shape = shape
         self._num_threads = num_threads
@@ -62,12 +72,22 @@ class CpuAttentionPlan:
         tiles = _tiles(query_start_loc.numpy().astype(np.int64), seq_lens.numpy(), tile_tokens(self._shape))
         tables = block_tables.contiguous()
         assert tables.numel() == len(seq_lens) * len(self.table) * tables.shape[-1], "another number of block tables"
-        heads = _heads_of_item(self._shape.num_kv_heads, len(tiles), self._num_threads)
-        self.num_tiles = len(tiles) * (self._shape.num_kv_heads // heads)
+        heads, num_heads = self._heads(len(tiles))
+        self.num_tiles = len(tiles) * (num_heads // heads)
         for index, table in enumerate(self.table):
             table[0], table[1] = tiles.ctypes.data, tables.data_ptr() + index * tables.shape[-1] * 4
-            table[2], table[5] = tables.stride(0) * 4, heads
+            table[2], table[5], table[6] = tables.stride(0) * 4, heads, slot_mapping.shape[-1]
         self._kept = (tiles, tables)
+
+    def _heads(self, num_tiles: int) -> tuple[int, int]:
+        """Return the heads of an item, and of all items of a tile."""
+        shape = self._shape
+        if shape.latent is None:
+            return _heads_of_item(shape.num_kv_heads, num_tiles, self._num_threads), shape.num_kv_heads
+        most = latent_heads(shape)
+        heads = _heads_of_item(most, num_tiles * (shape.num_heads // most), self._num_threads)
+        enough = next(each for each in range(min(_LEAST_HEADS, most), most + 1) if most % each == 0)
+        return max(heads, enough), shape.num_heads
 
 
 def _heads_of_item(num_kv_heads: int, num_tiles: int, num_threads: int) -> int:

@@ -93,7 +93,7 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
             key_start = start + num_q * head_bytes
 
             def rotate(head: Int, _: list[Vec]) -> None:
-                _rotate(emit, start + head * head_bytes, cos + angles, sin + angles, rotation, dtype)
+                rotate_columns(emit, start + head * head_bytes, cos + angles, sin + angles, rotation, dtype)
 
             def write_value(head: Int, _: list[Vec]) -> None:
                 value = key_start + (head + (rotation.kv_parts - 1) * num_kv) * head_bytes
@@ -123,7 +123,7 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
                 norms(start)
             if rotation.scale_dtype is not None:
                 at = query_scales + angle_row * ITEM_BYTES[rotation.scale_dtype]
-                _multiply(emit, start, num_q * width, emit.load_all(at, rotation.scale_dtype), dtype)
+                multiply(emit, start, num_q * width, emit.load_all(at, rotation.scale_dtype), dtype)
             emit.loop(0, num_kv, 1, write_key)
 
         first = item * ROWS_AT_ONCE
@@ -132,7 +132,7 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
     return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotation.name(shape)}_{block_size}", 13, body)
 
 
-def _multiply(emit: Emitter, x: Int, length: int, number: Vec, dtype: Dtype) -> None:
+def multiply(emit: Emitter, x: Int, length: int, number: Vec, dtype: Dtype) -> None:
     """Emit the product of x [length] with a number, in place."""
     size = ITEM_BYTES[dtype]
 
@@ -156,7 +156,7 @@ def _normalize(
     emit.loop(0, count, 1, head)
 
 
-def _rotate(emit: Emitter, head: Int, cos: Int, sin: Int, rotation: Rotation, dtype: Dtype) -> None:
+def rotate_columns(emit: Emitter, head: Int, cos: Int, sin: Int, rotation: Rotation, dtype: Dtype) -> None:
     """Emit x * cos + (halves of x swapped) * sin for the first columns of a head."""
     size, half, angle_dtype = ITEM_BYTES[dtype], rotation.size // 2, rotation.angle_dtype
     angle_size = ITEM_BYTES[angle_dtype]

@@ -97,6 +97,23 @@ def _gated(gate_up, out, WIDTH: tl.constexpr, GELU: tl.constexpr, CHUNK: tl.cons
 
 
 @triton.jit
+def _clipped_swiglu(gate_up, out, alpha, limit, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    parts: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    dtype = out.dtype.element_ty
+    program = tl.program_id(0)
+    row = (program // parts).to(tl.int64)
+    columns = program % parts * CHUNK + tl.arange(0, CHUNK)
+    mask = columns < WIDTH
+    gate = tl.load(gate_up + row * (2 * WIDTH) + columns, mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + columns, mask, other=0.0).to(tl.float32)
+    gate = tl.where(gate > limit, limit, gate)  # NaN stays
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    share = 1.0 / (_exp(-(gate * alpha).to(dtype).to(tl.float32)) + 1.0)
+    glu = (gate * share.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(out + row * WIDTH + columns, ((up + 1.0).to(dtype).to(tl.float32) * glu).to(dtype), mask)
+
+
+@triton.jit
 def _activate_times(
     x,
     factors,
@@ -186,6 +203,18 @@ def gelu_tanh_mul(gate_up: Tensor, out: Tensor) -> None:
     _launch_gated(gate_up, out, gelu=True)
 
 
+def clipped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:
+    """Write (up + 1) * gate * sigmoid(alpha * gate) of gate_up [T, 2 * intermediate] to out [T, intermediate].
+
+    gate is at most limit, up between -limit and limit; rounded after each operation (gpt-oss).
+    """
+    rows, width = _check_gated(gate_up, out)
+    if rows and width:
+        chunk = chunk_size(width)
+        grid = (rows * chunks(width, chunk),)
+        _clipped_swiglu[grid](gate_up, out, float(alpha), float(limit), WIDTH=width, CHUNK=chunk, **options(chunk))
+
+
 def activate(x: Tensor, name: PlainActivation, scalars: Tensor | None, out: Tensor) -> None:
     """Write the activation of x [T, intermediate] to out, rounded once; scalars: of xielu, [4] fp32."""
     check("x", x, tuple(x.shape), *DTYPES)
@@ -225,12 +254,18 @@ def plain_constants(width: int, name: PlainActivation) -> dict[str, Any]:
     return {"WIDTH": width, "ACTIVATION": name, "CHUNK": chunk_size(width)}
 
 
-def _launch_gated(gate_up: Tensor, out: Tensor, gelu: bool) -> None:
+def _check_gated(gate_up: Tensor, out: Tensor) -> tuple[int, int]:
+    """Return the rows and columns of the result; raises ValueError naming the argument."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"gate_up must be [rows, 2 * intermediate], is {list(gate_up.shape)}")
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     check("gate_up", gate_up, (rows, 2 * width), *DTYPES)
     check("out", out, (rows, width), gate_up.dtype)
+    return rows, width
+
+
+def _launch_gated(gate_up: Tensor, out: Tensor, gelu: bool) -> None:
+    rows, width = _check_gated(gate_up, out)
     if rows and width:
         constants = gated_constants(width, gelu)
         grid = (rows * chunks(width, constants["CHUNK"]),)
@@ -276,6 +311,12 @@ def variants() -> list[Variant]:
                 quick = (width, name, gelu) == (14336, "bf16", False)
                 constants = gated_constants(width, gelu)
                 found.append(variant(title, _gated, arguments, constants, options(constants["CHUNK"]), quick))
+            arguments = {"gate_up": f"*{name}", "out": f"*{name}", "alpha": "fp32", "limit": "fp32"}
+            constants, title = (
+                {"WIDTH": width, "CHUNK": chunk_size(width)},
+                f"clipped_swiglu intermediate{width} {name}",
+            )
+            found.append(variant(title, _clipped_swiglu, arguments, constants, options(constants["CHUNK"])))
             for activation in get_args(PlainActivation):
                 scalars = "fp32" if activation == "xielu" else name
                 arguments = {"x": f"*{name}", "out": f"*{name}", "scalars": f"*{scalars}"}

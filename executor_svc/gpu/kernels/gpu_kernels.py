@@ -121,8 +121,8 @@ class GpuKernels:
         y = self.new("embedded", (token_ids.shape[0], table.columns), dtype)
         return self.run(y, lambda n: embed_few_bits(table, token_ids[:n], scale, y[:n]))
 
-    def take_rows(self, table: Tensor, ids: Tensor) -> Tensor:
-        y = self.new("taken", (ids.shape[0], table.shape[1]), table.dtype)
+    def take_rows(self, table: Tensor, ids: Tensor, name: str = "taken") -> Tensor:
+        y = self.new(name, (ids.shape[0], table.shape[1]), table.dtype)
         return self.run(y, lambda n: rows.take_rows(table, ids[:n], y[:n]))
 
     def new_rows(self, name: str, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:

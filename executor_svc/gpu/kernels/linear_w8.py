@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from executor_svc.gpu.kernels.product_tile import product_tile
 from executor_svc.gpu.kernels.splits import sum_splits
 from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
 
@@ -34,13 +35,13 @@ class W8Tile:
 
 
 # At most 82 KiB of shared memory, so that a multiprocessor has two blocks or more: one converts while another waits.
-_TILES = (
+TILES = (
     W8Tile(rows=16, features=64, inner=128, num_warps=4, num_stages=5, may_split=True),
     W8Tile(rows=32, features=64, inner=128, num_warps=4, num_stages=4, may_split=True),
     W8Tile(rows=64, features=128, inner=64, num_warps=4, num_stages=4, may_split=True),
     W8Tile(rows=128, features=128, inner=64, num_warps=8, num_stages=3, may_split=False),
 )
-TILE_ROWS = tuple(tile.rows for tile in _TILES)
+TILE_ROWS = tuple(tile.rows for tile in TILES)
 """Maximum rows of each kernel, ascending; the last kernel also serves more rows."""
 
 _GROUP = 8
@@ -59,7 +60,7 @@ class Configuration:
 
 def configuration(rows: int, out_features: int, in_features: int, num_sms: int) -> Configuration:
     """Return the launch of a product of `rows` rows on a GPU with num_sms multiprocessors."""
-    tile = next((tile for tile in _TILES if rows <= tile.rows), _TILES[-1])
+    tile = next((tile for tile in TILES if rows <= tile.rows), TILES[-1])
     splits = 1
     if tile.may_split:
         # Splits pay while their traffic (8 bytes per sum) is at most a quarter of the weight's bytes.
@@ -76,24 +77,10 @@ def workspace_size(out_features: int, in_features: int, num_sms: int) -> int:
     """Return the float32 numbers that `linear_w8` needs as workspace for any number of rows."""
     sizes = [
         found.splits * found.tile.rows * out_features
-        for found in (configuration(tile.rows, out_features, in_features, num_sms) for tile in _TILES)
+        for found in (configuration(tile.rows, out_features, in_features, num_sms) for tile in TILES)
         if found.splits > 1
     ]
     return max(sizes, default=0)
-
-
-@triton.jit
-def _widen(weight, dtype: tl.constexpr):
-    """Convert 8-bit numbers exactly, by instructions that run at full rate."""
-    if weight.dtype == tl.int8:
-        if dtype == tl.float16:
-            # 0x6400 | u are the bits of 1024 + u; u is the number + 128.
-            shifted = (weight.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
-            return shifted.to(tl.float16, bitcast=True) - 1152.0
-        return weight.to(tl.float32).to(dtype)
-    if dtype == tl.float16:
-        return weight.to(tl.float16)
-    return weight.to(tl.float16).to(tl.float32).to(dtype)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -133,14 +120,7 @@ def _linear_w8(
     known = tl.minimum(feature, out_features - 1).to(tl.int64)
     x_at = x + row.to(tl.int64)[:, None] * in_features + start + inner[None, :]
     weight_at = weight + known[:, None] * in_features + start + inner[None, :]
-    total = tl.zeros((ROWS, FEATURES), tl.float32)
-    for step in range(tl.cdiv(left, INNER)):
-        there = inner < left - step * INNER
-        narrow = tl.load(weight_at, mask=there[None, :], other=0.0)
-        some = tl.load(x_at, mask=row_inside[:, None] & there[None, :], other=0.0)
-        total = tl.dot(some, tl.trans(_widen(narrow, x.dtype.element_ty)), total)
-        x_at += INNER
-        weight_at += INNER
+    total = product_tile(x_at, weight_at, row_inside, left, ROWS, FEATURES, INNER)
 
     out_at = out + row.to(tl.int64)[:, None] * out_features + feature[None, :]
     inside = row_inside[:, None] & feature_inside[None, :]
@@ -227,11 +207,11 @@ def variants() -> list[Variant]:
     found = []
     for rows in ("bf16", "fp16"):
         for weight in ("i8", "fp8e4nv"):
-            for tile in _TILES:
+            for tile in TILES:
                 found += [_variant(tile, rows, weight, out) for out in (rows, "fp32")]
                 if tile.may_split:
                     found.append(_variant(tile, rows, weight, "fp32", partial=True))
-    odd = [_variant(tile, "bf16", "i8", "bf16", aligned=False) for tile in _TILES]
+    odd = [_variant(tile, "bf16", "i8", "bf16", aligned=False) for tile in TILES]
     return [*found, *odd]
 
 

@@ -11,7 +11,15 @@ from executor_svc.models.stored_order import rows_by_head
 EMBEDDING = "model.embed_tokens"
 
 LinearName = Literal[
-    "attention.qkv", "attention.output", "mlp.gate_up", "mlp.down", "shared.gate_up", "shared.down", "lm_head"
+    "attention.qkv",
+    "attention.latents",
+    "attention.queries",
+    "attention.output",
+    "mlp.gate_up",
+    "mlp.down",
+    "shared.gate_up",
+    "shared.down",
+    "lm_head",
 ]
 """As the argument of `models.base.Builder.prepare_linear`; shared: of the expert that all rows share."""
 
@@ -39,7 +47,8 @@ class Module:
 def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
     """Return the modules by name, in the order of the linears' rows; a tied head is one of them.
 
-    Experts that rows choose are none of them.
+    Experts that rows choose are none of them; nor is, of latent attention, what makes keys and values of latents, which
+    is split by head.
     """
     shapes = {name.removesuffix(".weight"): shape for name, shape in linear_shapes(spec)}
     shapes.setdefault(HEAD, shapes[EMBEDDING])
@@ -64,6 +73,13 @@ def _linears(spec: DecoderSpec) -> dict[str, LinearName]:
     for experts in {layer.experts.names for layer in spec.layers if layer.experts is not None}:
         found |= dict.fromkeys(experts.shared_into, "shared.gate_up")
         found[experts.shared_down] = "shared.down"
-    found |= dict.fromkeys(names.qkv, "attention.qkv")
+    for latent in {layer.latent for layer in spec.layers}:
+        if latent is None:
+            found |= dict.fromkeys(names.qkv, "attention.qkv")
+        elif latent.query_size is None:
+            found |= dict.fromkeys((latent.q_whole, latent.kv), "attention.latents")
+        else:
+            found |= dict.fromkeys((latent.q[0], latent.kv), "attention.latents")
+            found[latent.q[1]] = "attention.queries"
     found |= dict.fromkeys(names.into_mlp, "mlp.gate_up")
     return found | {names.output: "attention.output", names.down: "mlp.down", HEAD: "lm_head"}

@@ -152,6 +152,10 @@ class ModelAdapters:
 
     def _placed(self, part: LoraPart, use: LinearUse) -> LoraPart:
         layer, linear = use
+        latent = None if layer is None else self.spec.layers[layer].latent
+        if latent is not None and linear.startswith("attention."):
+            name = part.module.split(".", 3)[3]
+            return replace(part, b=latent.rows_of(name, self.spec.rotary_pairs)(part.b))
         rotated = linear == "attention.qkv" and part.module.endswith(self.spec.names.qkv[:2])
         return pad_part(part, linear, self._shapes[layer or 0], self.spec.rotary_pairs if rotated else 0)
 

@@ -9,7 +9,7 @@ from typing import Any
 from executor_svc.device.experts import Router
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.gguf.expert_content import CHOSEN, COUNTS
-from executor_svc.models.spec import DecoderSpec, ExpertsSpec
+from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
 
 _MOST_EXPERTS = 4096
 _MOST_CHOSEN = 64
@@ -41,6 +41,36 @@ def with_experts(
     """Return the spec with experts in the layers that are not dense."""
     layers = (layer if is_dense(index) else replace(layer, experts=experts) for index, layer in enumerate(spec.layers))
     return replace(spec, layers=tuple(layers))
+
+
+def sigmoid_experts(fields: Fields) -> ExpertsSpec:
+    """Return experts that are chosen as those of DeepSeek-V3 (2024), with as many shared ones beside them."""
+    size = fields.integer("moe_intermediate_size", 1408)
+    return ExpertsSpec(
+        read_router(
+            fields,
+            scores="sigmoid",
+            weighing="shares" if fields.flag("norm_topk_prob", True) else "scores",
+            epsilon=1e-20,
+            factor=fields.number("routed_scaling_factor", 1.0),
+            rounded=False,
+        ),
+        size,
+        ExpertNames(
+            choice_bias="mlp.gate.e_score_correction_bias",
+            renamed=(("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),),
+        ),
+        router_in_float32=True,
+        shared_size=size * count_from_0(fields, "n_shared_experts", 1),
+    )
+
+
+def count_from_0(fields: Fields, name: str, default: int) -> int:
+    """Return an integer that may be 0."""
+    value = fields.get(name)
+    if default == 0 and value is None:
+        return 0
+    return 0 if value == 0 and value is not False else fields.integer(name, default)
 
 
 def sparse_layers(fields: Fields) -> Callable[[int], bool]:

@@ -17,11 +17,11 @@ from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import layer_windows, read_common
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
 from executor_svc.models.families.gemma import GELU, SANDWICHED, read_softcap
+from executor_svc.models.file_form import BesideNames
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import ProportionalScaling
 from executor_svc.models.rope_fields import read_rope
 from executor_svc.models.spec import (
-    BesideNames,
     DecoderSpec,
     ExpertNames,
     ExpertsSpec,

@@ -43,11 +43,12 @@ def read_ministral3(config: dict[str, Any]) -> DecoderSpec:
         config = {**config, "rope_parameters": _MINISTRAL_ROPE}
     fields = Fields(config)
     fields.refuse("layer_types", "all layers of a Ministral 3 model are alike")
-    spec = read_common(config, max_positions=262_144, head_size=128, eps=1e-5, read_rotary=_scaling_rope)
+    spec = read_common(config, max_positions=262_144, head_size=128, eps=1e-5, read_rotary=scaling_rope)
     return with_windows(spec, [optional_window(fields, None)] * spec.num_layers)
 
 
-def _scaling_rope(fields: Fields, head_size: int, max_positions: int) -> RopeConfig:
+def scaling_rope(fields: Fields, head_size: int, max_positions: int) -> RopeConfig:
+    """Return a rotary embedding with queries that are scaled by position, if config.json says so."""
     rope, section = uniform_rope()(fields, head_size, max_positions), rope_section(fields)
     beta = section.number("llama_4_scaling_beta", 0.0, at_least=0.0)
     if not beta:

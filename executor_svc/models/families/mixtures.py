@@ -14,7 +14,14 @@ from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import MAX_LAYERS, read_common, uniform_rope
 from executor_svc.models.families.ernie import read_ernie_attention
 from executor_svc.models.families.exaone import read_exaone4
-from executor_svc.models.families.experts import read_router, sparse_layers, with_experts, without_experts
+from executor_svc.models.families.experts import (
+    count_from_0,
+    read_router,
+    sigmoid_experts,
+    sparse_layers,
+    with_experts,
+    without_experts,
+)
 from executor_svc.models.families.granite import read_granite, read_granite_swa
 from executor_svc.models.families.hunyuan import read_hunyuan
 from executor_svc.models.families.mistral import read_mistral
@@ -98,40 +105,19 @@ def read_glm4_moe(config: dict[str, Any]) -> DecoderSpec:
         qkv_bias=fields.flag("attention_bias", False),
         head_norms="heads" if fields.flag("use_qk_norm", False) else None,
     )
-    more = _count_from_0(fields, "num_nextn_predict_layers", 1)  # of a head of multi-token prediction
+    more = count_from_0(fields, "num_nextn_predict_layers", 1)  # of a head of multi-token prediction
     ignored = tuple(f"model.layers.{spec.num_layers + layer}." for layer in range(min(more, MAX_LAYERS)))
     spec = replace(spec, ignored=ignored)
-    num_dense = _count_from_0(fields, "first_k_dense_replace", 1)
-    experts = _of_sigmoid(fields, fields.integer("moe_intermediate_size", 1408), 1.0, "n_shared_experts")
-    return with_experts(spec, experts, lambda layer: layer < num_dense)
-
-
-def _of_sigmoid(fields: Fields, size: int, factor: float, num_shared: str) -> ExpertsSpec:
-    """Return experts as DeepSeek V3 chooses them; factor: the default; num_shared: the field of shared ones."""
-    return ExpertsSpec(
-        read_router(
-            fields,
-            scores="sigmoid",
-            weighing="shares" if fields.flag("norm_topk_prob", True) else "scores",
-            epsilon=1e-20,
-            factor=fields.number("routed_scaling_factor", factor),
-            rounded=False,
-        ),
-        size,
-        ExpertNames(
-            choice_bias="mlp.gate.e_score_correction_bias",
-            renamed=(("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),),
-        ),
-        router_in_float32=True,
-        shared_size=size * _count_from_0(fields, num_shared, 1),
-    )
+    num_dense = count_from_0(fields, "first_k_dense_replace", 1)
+    return with_experts(spec, sigmoid_experts(fields), lambda layer: layer < num_dense)
 
 
 def read_exaone_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields, spec = Fields(config), replace(read_exaone4(without_experts(config)), names=LayerNames(), ignored=("mtp.",))
-    experts = _of_sigmoid(fields, fields.integer("moe_intermediate_size", 1024), 2.5, "num_shared_experts")
-    kinds, num_dense = fields.get("mlp_layer_types"), _count_from_0(fields, "first_k_dense_replace", 1)
+    given = {"moe_intermediate_size": 1024, "routed_scaling_factor": 2.5} | config
+    experts = sigmoid_experts(Fields(given, names={"n_shared_experts": "num_shared_experts"}))
+    kinds, num_dense = fields.get("mlp_layer_types"), count_from_0(fields, "first_k_dense_replace", 1)
     if kinds is None:
         return with_experts(spec, experts, lambda layer: layer < num_dense)
     if not isinstance(kinds, list) or len(kinds) != spec.num_layers or set(map(str, kinds)) - {"dense", "sparse"}:
@@ -144,16 +130,16 @@ def read_exaone_moe(config: dict[str, Any]) -> DecoderSpec:
 def read_ernie_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields, spec = Fields(config), read_ernie_attention(without_experts(config), None)
-    first, interval = _count_from_0(fields, "moe_layer_start_index", 1), fields.integer("moe_layer_interval", 1)
+    first, interval = count_from_0(fields, "moe_layer_start_index", 1), fields.integer("moe_layer_interval", 1)
     last = fields.get("moe_layer_end_index")
-    end = spec.num_layers if last in (None, -1) else 1 + _count_from_0(fields, "moe_layer_end_index", 27)
+    end = spec.num_layers if last in (None, -1) else 1 + count_from_0(fields, "moe_layer_end_index", 27)
     size = fields.integer("moe_intermediate_size", 1536)
     experts = ExpertsSpec(
         read_router(fields, least_sum=fields.number("moe_norm_min", 1e-12)),
         size,
         ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_row=True),
         router_in_float32=True,
-        shared_size=size * _count_from_0(fields, "moe_num_shared_experts", 2),
+        shared_size=size * count_from_0(fields, "moe_num_shared_experts", 2),
     )
     return with_experts(spec, experts, lambda layer: not first <= layer < end or bool((layer + 1) % interval))
 
@@ -171,7 +157,7 @@ def read_granite_moe_swa(config: dict[str, Any]) -> DecoderSpec:
 
 def _granite(spec: DecoderSpec, fields: Fields) -> DecoderSpec:
     router = read_router(fields, scores="logits", weighing="softmax")
-    shared, names = _count_from_0(fields, "shared_intermediate_size", 0), _GRANITE
+    shared, names = count_from_0(fields, "shared_intermediate_size", 0), _GRANITE
     if fields.flag("has_split_shared_mlp", False):  # in GGUF files
         into = "shared_mlp.gate_proj", "shared_mlp.up_proj"
         names = replace(names, shared_into=into, shared_down="shared_mlp.down_proj")
@@ -199,8 +185,3 @@ def read_minimax_m2(config: dict[str, Any]) -> DecoderSpec:
     names = replace(W_NAMES, choice_bias="block_sparse_moe.e_score_correction_bias")
     spec = replace(spec, head_norms="all heads" if fields.flag("use_qk_norm", True) else None)
     return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, names))
-
-
-def _count_from_0(fields: Fields, name: str, default: int) -> int:
-    value = default if fields.get(name) is None else fields.get(name)
-    return 0 if value == 0 and value is not False else fields.integer(name, default)

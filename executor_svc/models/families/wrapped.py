@@ -1,6 +1,6 @@
 """Models that also take images, of which the text part is run: Gemma3ForConditionalGeneration (Gemma 3, 4B to 27B),
-Gemma4ForConditionalGeneration, Llama4ForConditionalGeneration and Mistral3ForConditionalGeneration (Mistral Small 3.1
-and 3.2, Ministral 3).
+Gemma4ForConditionalGeneration, KimiK25ForConditionalGeneration (Kimi K2.5), Llama4ForConditionalGeneration and
+Mistral3ForConditionalGeneration (Mistral Small 3.1, 3.2 and 4, Ministral 3).
 
 The decoder's fields are those of `text_config`.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from cadenza_common.brief import brief
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.config_fields import Fields
+from executor_svc.models.families.deepseek import read_deepseek_v3, read_mistral4
 from executor_svc.models.families.gemma import read_gemma3
 from executor_svc.models.families.gemma4 import read_gemma4
 from executor_svc.models.families.llama4 import read_llama4
@@ -21,11 +22,14 @@ from executor_svc.models.families.mistral import read_ministral3, read_mistral
 from executor_svc.models.spec import DecoderSpec
 
 _READERS: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
+    "deepseek_v3": read_deepseek_v3,
     "gemma3_text": read_gemma3,
     "gemma4_text": read_gemma4,
+    "kimi_k2": read_deepseek_v3,
     "llama4_text": read_llama4,
     "ministral3": read_ministral3,
     "mistral": read_mistral,
+    "mistral4": read_mistral4,
 }
 _GEMMA3: dict[str, Any] = {
     "vocab_size": 262_208,
@@ -40,6 +44,7 @@ _GEMMA4: dict[str, Any] = {**_GEMMA3, "vocab_size": 262_144, "num_hidden_layers"
 _FILE = "config.json: "
 _OTHERS = (
     "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "mm_projector.",
 )  # fmt: skip
 
 
@@ -61,6 +66,11 @@ def read_llama4_wrapped(config: dict[str, Any]) -> DecoderSpec:
 def read_mistral3_wrapped(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     return _read(config, "mistral", {})
+
+
+def read_kimi_wrapped(config: dict[str, Any]) -> DecoderSpec:
+    """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
+    return _read(config, "kimi_k2", {})
 
 
 def _read(config: dict[str, Any], kind: str, defaults: dict[str, Any]) -> DecoderSpec:

@@ -18,6 +18,8 @@ _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "U32
 _DENSE = ("BF16", "F16", "F32", "F64")
 _EXPERTS, _EXPERTS_OF_GGUF = ".experts.", "_exps."
 """In the names of tensors of experts."""
+_OF_LATENTS = (".kv_b_proj.weight", ".attn_kv_b.weight", ".attn_k_b.weight", ".attn_v_b.weight")
+"""What makes keys and values of latents is dense in memory, whatever it is in the file."""
 _LENGTH_BYTES = 8
 _HEAD_MULTIPLE = 16
 """The CPU's kernels store heads in whole vectors."""
@@ -61,17 +63,28 @@ def read_sizes(path: Path) -> ModelSizes:
     dtype = "bfloat16" if "bfloat16" in str(sizes.get("dtype") or sizes.get("torch_dtype")) else "float32"
     item = 2 if dtype == "bfloat16" else 4
     weights, experts = _folder_weights(path, item) if gguf is None else _gguf_weights(gguf, item)
-    heads, hidden = _integer(sizes, "num_attention_heads", 1), _integer(sizes, "hidden_size", 1)
-    head_size = -(-_integer(sizes, "head_dim", max(1, hidden // heads)) // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-    layers, kv_heads = _integer(sizes, "num_hidden_layers", 1), _integer(sizes, "num_key_value_heads", heads)
     return ModelSizes(
         str(content.get("model_type") or "unknown"),
         dict(sorted(weights.items(), key=lambda each: -each[1])),
-        layers * 2 * kv_heads * head_size * item,
+        _integer(sizes, "num_hidden_layers", 1) * _kept_numbers(sizes) * item,
         _integer(sizes, "max_position_embeddings", 0),
         dtype,
         round(experts * (1 - _chosen_share(sizes))),
     )
+
+
+def _kept_numbers(sizes: dict[str, Any]) -> int:
+    """Return the numbers that a layer keeps of a token: those of keys and values, or of a latent and a key."""
+    latent = _integer(sizes, "kv_lora_rank", 0)
+    if latent:
+        return _padded(_padded(latent) + _integer(sizes, "qk_rope_head_dim", 64))
+    heads, hidden = _integer(sizes, "num_attention_heads", 1), _integer(sizes, "hidden_size", 1)
+    head_size = _padded(_integer(sizes, "head_dim", max(1, hidden // heads)))
+    return 2 * _integer(sizes, "num_key_value_heads", heads) * head_size
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
 
 
 def _chosen_share(sizes: dict[str, Any]) -> float:
@@ -96,7 +109,7 @@ def _gguf_weights(gguf: GgufFile, item: int) -> tuple[dict[str, int], int]:
     found: Counter[str] = Counter()
     experts = 0
     for name, tensor in gguf.tensors.items():
-        dense = tensor.type.name in _DENSE
+        dense = tensor.type.name in _DENSE or name.endswith(_OF_LATENTS)
         size = math.prod(tensor.shape) * item if dense else tensor.num_bytes
         found[tensor.type.name] += size
         experts += size if _EXPERTS_OF_GGUF in name else 0
@@ -115,7 +128,8 @@ def _folder_weights(folder: Path, item: int) -> tuple[dict[str, int], int]:
             for name, tensor in header.items():
                 if name != "__metadata__":
                     kind = tensor["dtype"]
-                    size = item if kind in _DENSE else _ITEM_BYTES.get(kind, 1)
+                    dense = kind in _DENSE or name.endswith(_OF_LATENTS)
+                    size = item if dense else _ITEM_BYTES.get(kind, 1)
                     num_bytes = math.prod(tensor["shape"]) * size
                     found[kind] += num_bytes
                     experts += num_bytes if _EXPERTS in name else 0

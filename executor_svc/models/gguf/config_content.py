@@ -13,6 +13,7 @@ from cadenza_common.gguf.metadata import END_KEYS, END_TEXTS
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.expert_content import MAX_LAYERS, MIXTURES, expert_content
 from executor_svc.models.gguf.gemma4_content import GEMMA4, gemma4_content
+from executor_svc.models.gguf.latent_content import LATENTS
 from executor_svc.models.gguf.rope_content import VectorReader, rope_content, shortest
 
 _ARCHITECTURES = {name: architecture for name, (architecture, _) in MIXTURES.items()} | {
@@ -87,7 +88,9 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
     read = _KeyReader(file, architecture)
     heads, hidden = read.uniform("attention.head_count"), metadata.integer(f"{architecture}.embedding_length")
     head_size = metadata.integer(f"{architecture}.attention.key_length", max(1, hidden // heads))
-    if metadata.integer(f"{architecture}.attention.value_length", head_size) != head_size:
+    if architecture in LATENTS:
+        head_size = metadata.integer(f"{architecture}.rope.dimension_count")
+    elif metadata.integer(f"{architecture}.attention.value_length", head_size) != head_size:
         raise metadata.error(f"{architecture}.attention.value_length", f"must be the key length, {head_size}")
     content = {
         "architectures": [_ARCHITECTURES[architecture]],
@@ -109,13 +112,15 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
         "mlp_bias": _has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
     }
     content |= rope_content(file, architecture, head_size, read_vector)
-    if not metadata.integer(f"{architecture}.expert_count", 0, at_least=0):
-        return content | _family_content(read, content)
-    if architecture not in MIXTURES:
-        raise metadata.error(f"{architecture}.expert_count", "mixtures of experts are not supported")
-    if architecture != "llama":  # of Mistral: llama.cpp ignores its window
-        content |= _family_content(read, content)
-    return content | expert_content(file, architecture, content)
+    if metadata.integer(f"{architecture}.expert_count", 0, at_least=0):
+        if architecture not in MIXTURES:
+            raise metadata.error(f"{architecture}.expert_count", "mixtures of experts are not supported")
+        if architecture != "llama":  # of Mistral: llama.cpp ignores its window
+            content |= _family_content(read, content)
+        return content | expert_content(file, architecture, content)
+    if architecture in LATENTS:
+        raise metadata.error(f"{architecture}.expert_count", "a model without experts is not supported")
+    return content | _family_content(read, content)
 
 
 def special_token_ids(file: GgufFile) -> tuple[list[int], int | None]:

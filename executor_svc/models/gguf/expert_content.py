@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from cadenza_common.gguf.file import GgufFile
+from executor_svc.models.gguf.latent_content import LATENTS, latent_content
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
@@ -15,6 +16,7 @@ CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 MAX_LAYERS = 10_000
 """As many as a config.json may have."""
 MIXTURES = {
+    **dict.fromkeys(LATENTS, ("DeepseekV3ForCausalLM", "deepseek_v3")),
     "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
     "exaone-moe": ("ExaoneMoeForCausalLM", "exaone_moe"),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
@@ -60,14 +62,13 @@ def expert_content(file: GgufFile, architecture: str, content: dict[str, Any]) -
         case "qwen3moe":
             found |= {"norm_topk_prob": True}
         case "glm4moe":
+            found |= {"use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.tensors)}
             found |= _of_sigmoid(file, architecture, content)
-            found |= {
-                "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.tensors),
-                "n_shared_experts": metadata.integer("glm4moe.expert_shared_count", at_least=0),
-            }
+        case "deepseek2" | "mistral4":
+            found |= _of_sigmoid(file, architecture, content)
+            found |= latent_content(file, architecture, content)
         case "exaone-moe":
             found |= _of_sigmoid(file, architecture, content)
-            found |= {"num_shared_experts": integer("expert_shared_count", 0)}
         case "gemma4":
             found |= {"enable_moe_block": True}
         case "llama4":
@@ -155,6 +156,7 @@ def _of_sigmoid(file: GgufFile, architecture: str, content: dict[str, Any]) -> d
         "num_nextn_predict_layers": heads,
         "n_group": metadata.integer(key("expert_group_count"), 1),
         "topk_group": metadata.integer(key("expert_group_used_count"), 1),
+        "n_shared_experts": metadata.integer(key("expert_shared_count"), at_least=0),
         "first_k_dense_replace": metadata.integer(key("leading_dense_block_count"), 0, at_least=0),
         "routed_scaling_factor": metadata.number(key("expert_weights_scale"), 1.0),
         "norm_topk_prob": bool(metadata.get(key("expert_weights_norm"))),

@@ -10,6 +10,7 @@ import numpy as np
 
 from cadenza_common.gguf.file import GgufFile
 from executor_svc.models.folder import LoaderError
+from executor_svc.models.gguf.latent_content import LATENTS, LOG_MULTIPLIER
 
 VectorReader = Callable[[str], list[float] | None]
 
@@ -90,7 +91,8 @@ def _scaling(file: GgufFile, prefix: str, original: int) -> dict[str, Any] | Non
     if kind != "yarn":
         raise metadata.error(f"{prefix}.scaling.type", f"{kind[:100]!r} is not supported; supported: linear, yarn")
     log_multiplier = metadata.number(f"{prefix}.scaling.yarn_log_multiplier", 0.0)
-    if log_multiplier and prefix != "mistral3.rope":
+    latent = prefix.removesuffix(".rope") in LATENTS
+    if log_multiplier and prefix != "mistral3.rope" and not latent:
         raise metadata.error(f"{prefix}.scaling.yarn_log_multiplier", "other than 0 is not supported")
     if metadata.number(f"{prefix}.scaling.yarn_ext_factor", 1.0) != 1.0:
         raise metadata.error(f"{prefix}.scaling.yarn_ext_factor", "other than 1 is not supported")
@@ -103,7 +105,10 @@ def _scaling(file: GgufFile, prefix: str, original: int) -> dict[str, Any] | Non
         "beta_fast": shortest(metadata.number(f"{prefix}.scaling.yarn_beta_fast", 32.0)),
         "beta_slow": shortest(metadata.number(f"{prefix}.scaling.yarn_beta_slow", 1.0)),
     }
-    if log_multiplier:  # mscale_all_dim; the other one, which files do not have, is 1
+    if log_multiplier and latent:  # mscale, which files do not have, is the same in all that are published
+        mscale = shortest(log_multiplier / LOG_MULTIPLIER)
+        scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
+    elif log_multiplier:  # mscale_all_dim; the other one, which files do not have, is 1
         scaling |= {"mscale": 1.0, "mscale_all_dim": shortest(log_multiplier)}
     elif attention != 1.0 and factor >= 1:
         scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)

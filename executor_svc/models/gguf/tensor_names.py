@@ -31,6 +31,14 @@ _LAYER = {
     "self_attn.v_proj": "attn_v",
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -148,12 +156,12 @@ class TensorNames:
         return f"blk.{words[2]}.{layer_names[words[3]]}.{kind}"
 
     def original(self, stored: str) -> str:
-        """Return transformers' name of a layer's tensor; others stay as they are."""
+        """Return transformers' name of a layer's tensor, or GGUF's in its layer; others stay as they are."""
         words = stored.split(".", 3)
         names = {name: own for own, name in (_LAYER | _OTHER_NAMES.get(self.architecture, {})).items()}
-        if len(words) < 4 or words[0] != "blk" or words[2] not in names:
+        if len(words) < 4 or words[0] != "blk":
             return stored
-        return f"model.layers.{words[1]}.{names[words[2]]}.{words[3]}"
+        return f"model.layers.{words[1]}.{names.get(words[2], words[2])}.{words[3]}"
 
     @staticmethod
     def expert(name: str) -> int | None:

@@ -141,6 +141,8 @@ class GgufWeights(Weights):
             tensor = _half(tensor, half)
         if shape == (1, *tensor.shape):  # a linear of one row
             tensor = replace(tensor, shape=shape)
+        if len(tensor.shape) == 3 and shape == (tensor.shape[0] * tensor.shape[1], tensor.shape[2]):  # of all heads
+            tensor = replace(tensor, shape=shape)
         if tensor.shape != shape:
             raise LoaderError(
                 f"{tensor.path}: tensor {stored} has shape {list(tensor.shape)}, the metadata says {list(shape)}"

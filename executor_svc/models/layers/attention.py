@@ -27,7 +27,9 @@ class HeadRows:
     head_size: int
     padded_head_size: int
     pairs: int
-    """Leading rows of a head that are pairs; 0: none."""
+    """Rows of a head that are pairs; 0: none."""
+    first: int = 0
+    """Rows of a head before them."""
 
     @property
     def is_same(self) -> bool:
@@ -41,7 +43,8 @@ class HeadRows:
         """Return rows [heads * head_size, …] as [heads * padded_head_size, …]."""
         if self.pairs:
             order = torch.arange(self.head_size, device=rows.device)
-            order[: self.pairs] = order[: self.pairs].view(-1, 2).t().flatten()
+            rotated = slice(self.first, self.first + self.pairs)
+            order[rotated] = order[rotated].view(-1, 2).t().flatten()
             rows = rows.view(-1, self.head_size, *rows.shape[1:])[:, order].flatten(0, 1)
         return pad_heads(rows, self.head_size, self.padded_head_size)
 

@@ -91,6 +91,9 @@ def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) ->
     inner = share.of(sizes.intermediate_size)
     if module == "self_attn":  # its sinks
         return Part((share.of(spec.num_heads),), False, spec.num_heads)
+    latent = spec.layers[index].latent
+    if latent is not None and (size := latent.rows_by_head(spec.names.output).get(module)) is not None:
+        return Part((_heads(spec.num_heads, size, share),), module == names.output, spec.num_heads * size)
     heads, keys = _heads(spec.num_heads, sizes.head_size, share), _kv_heads(sizes, share)
     if module == names.output:
         return Part((heads,), True, spec.num_heads * sizes.head_size)

@@ -72,10 +72,12 @@ def _section(folder: Path, content: dict[str, Any]) -> tuple[Fields, object] | N
     """Return the options of the quantization and the name of its method, None if there are none."""
     if Fields(content).section("quantization").has("bits"):
         raise Fields(content).error("quantization", f"is that of MLX: not supported. {_INSTEAD}")
-    for name in _SECTIONS:
-        section = Fields(content).section(name)
-        if content.get(name):
-            return section, section.get("quant_method")
+    whole = Fields(content)
+    for fields in (whole, whole.section("text_config")):  # Kimi K2.5 has it there
+        for name in _SECTIONS:
+            section = fields.section(name)
+            if fields.get(name):
+                return section, section.get("quant_method")
     for name, method in _OLD_FILES.items():
         old = read_json(folder, name, required=False)
         if old:

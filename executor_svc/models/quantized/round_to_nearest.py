@@ -24,6 +24,9 @@ INT4 = QuantFormat("int4", bits=4, group=GROUP, zero=8)
 TABLES = ("lm_head", "model.embed_tokens")
 """In 8 bits with int4, too: their errors reach the logits directly. So is the table of inputs of layers."""
 
+_DENSE = ("self_attn.kv_b_proj", "self_attn.k_b_proj", "self_attn.v_b_proj")
+"""They stay so: of latents, where each head has rows of its own and columns of its own (`device.latent`)."""
+
 
 def rounding_of(config: ExecutorConfig, device: Device) -> Rounding | None:
     """Return what weights are rounded to while they are read; None: nothing, or the device quantizes by itself."""
@@ -40,7 +43,7 @@ def rounded_bytes(rounding: Rounding, num_elements: int) -> int:
 class RoundedSource:
     """Implements `models.base.WeightSource` over a source of dense weights: linears and tables are in few bits.
 
-    A weight whose columns are no whole groups of 32 stays dense.
+    A weight whose columns are no whole groups of 32 stays dense, and so does what makes keys and values of latents.
     """
 
     def __init__(self, source: WeightSource, rounding: Rounding, listener: RoundedListener | None = None) -> None:
@@ -71,7 +74,7 @@ class RoundedSource:
                 f"--quantization {self._rounding}: {prefix} of the checkpoint is in few bits already "
                 f"({stored.format.name}); use --quantization none"
             )
-        if shape[1] % GROUP:
+        if shape[1] % GROUP or prefix.endswith(_DENSE):
             return stored if self._listener is None else self._listener.dense(f"{prefix}.weight", stored)
         kind = INT4 if self._rounding == "int4" and prefix not in (*TABLES, LAYER_TABLE) else INT8
         rows: QuantRows = RoundedRows(prefix, stored, kind)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import FAMILIES, NEWER, make_checkpoint
+from tests.checkpoints import FAMILIES, MIXTURES, NEWER, make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.executor.plans import scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
@@ -20,11 +20,15 @@ SEVERAL_LAYERS = "gemma2", "gemma3_text", "llama", "qwen2"
 """Those whose layers differ, and a plain one; of the others one layer is as good as two."""
 
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
-SHORT = "gpt2", "apertus", "cohere2", "gemma4_text", "olmo2"
+SHORT = "gpt2", "apertus", "cohere2", "gemma4_text", "olmo2", "qwen3_moe", "gpt_oss", "glm4_moe"
 
 FEWEST_LAYERS = {
     "gemma4_text": {"num_hidden_layers": 4, "layer_types": SLIDING_AND_FULL * 2, "num_kv_shared_layers": 2},
     "llama4_text": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+    "ernie4_5_moe": {"num_hidden_layers": 2, "moe_layer_end_index": 1},
+    "glm4_moe": {"num_hidden_layers": 2},
+    "gpt_oss": {"num_hidden_layers": 2},
+    "qwen2_moe": {"num_hidden_layers": 2, "mlp_only_layers": [1]},
 }
 """Of families that need more than two for all of their parts, or say so layer by layer."""
 
@@ -48,7 +52,7 @@ def tokens_of(model: Model) -> list[list[int]]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("family", short_and_long([*FAMILIES, *NEWER, *HOSTED], [*SEVERAL_LAYERS, *SHORT]))
+@pytest.mark.parametrize("family", short_and_long([*FAMILIES, *NEWER, *MIXTURES, *HOSTED], [*SEVERAL_LAYERS, *SHORT]))
 def test_tokens_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
     """Heads are of sizes that attention is not made for, and filled up."""
     shape = FEWEST_LAYERS.get(family, {"num_hidden_layers": 2 if family in (*SEVERAL_LAYERS, *NEWER) else 1})

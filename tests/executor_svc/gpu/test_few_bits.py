@@ -37,6 +37,12 @@ def mixed(name: str) -> Type:
     return next((kind for part, kind in parts.items() if f".{part}." in name), Type.Q4_0)
 
 
+def mixed_experts(name: str) -> Type:
+    """Return types of which gate and up of an expert have different ones."""
+    parts = {"ffn_gate_inp": Type.F32, "ffn_gate_exps": Type.Q4_1, "ffn_up_exps": Type.Q8_0}
+    return next((kind for part, kind in parts.items() if f".{part}." in name), Type.Q4_0)
+
+
 def forms(model: Model) -> set[str]:
     return {form.rpartition(": ")[2] for form in model.device.few_bits.forms}
 
@@ -64,6 +70,22 @@ def test_tokens_of_a_checkpoint_are_those_of_its_numbers(tmp_path: Path, layout:
     assert tokens_of(model) == tokens_of(dense)
     with pytest.raises(DeviceError, match=r"--quantization int8: .* is in few bits already; use --quantization none"):
         Model(tmp_path / "few bits", quantization="int8", **GPU)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "mxfp4", "GGUF"])
+def test_tokens_of_a_mixture_in_few_bits_are_those_of_its_numbers(tmp_path: Path, layout: str) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 64}
+    folder = make_checkpoint(tmp_path / "made", "qwen3_moe", num_hidden_layers=1, **shape)
+    dense = tmp_path / "dense"
+    if layout == "GGUF":
+        few_bits = write_gguf(folder, tmp_path / "mixed.gguf", mixed_experts)
+        dequantized(folder, dense, mixed_experts)
+    else:
+        few_bits = tmp_path / "few bits"
+        quantize_checkpoint(folder, layout, few_bits, dense)
+    model = Model(few_bits, **GPU)
+    assert forms(model) == {"weights alone"}
+    assert tokens_of(model) == tokens_of(Model(dense, **GPU))
 
 
 def test_in_float32_weights_are_dense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -169,6 +169,20 @@ def test_no_step_waits_for_a_compiler(
     assert compiled == known
 
 
+def test_no_step_of_a_mixture_waits_for_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+) -> None:
+    """Blocks of each number of rows, between those of the start, and rows in one chunk and in several."""
+    folder = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1, head_dim=64)
+    executor = started(folder, monkeypatch, dtype="bfloat16", enforce_eager=True, max_num_batched_tokens=30)
+    assert executor.token_counts == [16, 21, 42, 85, 170]
+    known = set(compiled)
+    for length in (3, 18, 25):
+        prompt = sequence(0, list(range(2, 2 + length)), list(range(4)))
+        run(executor, [{"admitted": (prompt,), "scheduled": scheduled((0, length, True))}, {"released_slots": ints(0)}])
+    assert compiled == known
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_no_step_with_adapters_waits_for_a_compiler(

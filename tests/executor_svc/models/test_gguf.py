@@ -309,6 +309,19 @@ def test_tensors_that_are_refused(tmp_path: Path) -> None:
         refused(f"tensor blk.0.{stored} is {kind}, which is not supported; supported: F32, F16, BF16, Q8_0", typed)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_of_multi_token_prediction_are_left_alone(tmp_path: Path, family: str) -> None:
+    """They follow the model's in the file, which counts them; some of their tensors have names of their own."""
+    shape = {**SHAPE, "num_hidden_layers": 2, "first_k_dense_replace": 1}
+    folder = make_checkpoint(tmp_path / "source", family, **shape)
+    kinds, name = all_of(Type.F32), {"deepseek_v3": "deepseek2"}.get(family, "glm4moe")
+    alone = write_gguf(folder, tmp_path / "alone.gguf", kinds)
+    more = {f"blk.2.{each}.weight": np.ones(3, np.float32) for each in ("attn_norm", "nextn.enorm", "nextn.eh_proj")}
+    counts = {f"{name}.block_count": 3, f"{name}.nextn_predict_layers": 1}
+    whole = write_gguf(folder, tmp_path / "whole.gguf", kinds, metadata=counts, more_tensors=more)
+    assert torch.equal(Model(whole).whole([3, 4, 5]), Model(alone).whole([3, 4, 5]))
+
+
 def test_tensors_are_checked_before_any_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names, shapes and types of linears, however many layers there are."""
 

@@ -37,6 +37,28 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4_moe", {"n_group": 8}, "num_experts_per_tok 2 is more than the 1 experts to choose"),
     ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor must be a number above 0, not 0"),
     ("glm4_moe", {"n_shared_experts": -1}, "n_shared_experts must be a positive integer, not -1"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported; supported: greedy, group"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported; supported: softmax"),
+    ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is True: biases of the MLP are not supported"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; supported: noaux_tc"),
+    ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer, not 0"),
+    ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank must be a positive integer, not -1"),
+    ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is odd; rotary embedding needs an even one"),
+    ("deepseek_v3", {"v_head_dim": "8"}, "v_head_dim must be a positive integer, not '8'"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq other than 1 is not supported"),
+    ("deepseek_v3", {"index_topk": 2048}, "index_topk is 2048: attention to keys that an indexer chooses is not supp"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list with num_hidden_layers 6 entr"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["moe"] * 6}, "mlp_layer_types 'moe' is not supported; supported: dense, s"),
+    (
+        "mistral4",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.9}},
+        "rope_parameters.partial_rotary_factor 0.9 must be qk_rope_head_dim / head size, 0.5",
+    ),
+    (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 1e9}},
+        "rope_parameters.mscale_all_dim 1e+09 must be at most 1e+06",
+    ),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0: clipped queries, keys and values are not supported"),
     ("qwen3_moe", {"num_experts": 0}, "num_experts must be a positive integer, not 0"),
     ("qwen3_moe", {"num_experts": "8"}, "num_experts must be a positive integer, not '8'"),
@@ -223,17 +245,8 @@ def test_ranks_are_refused_by_name() -> None:
 def test_adapters_change_all_but_experts(family: str) -> None:
     spec = read(family)
     modules = decoder_modules(spec)
-    assert {module.linear for module in modules.values()} >= {"attention.qkv", "attention.output", "lm_head", None}
+    inner = {"attention.latents", "attention.queries"} if spec.has_latents else {"attention.qkv"}
+    assert {module.linear for module in modules.values()} >= {*inner, "attention.output", "lm_head", None}
     assert not any(".experts." in name for name in modules)
     shares = any(layer.experts is not None and layer.experts.shared_size for layer in spec.layers)
     assert any(module.linear == "shared.down" for module in modules.values()) == shares
-
-
-def test_without_kernels_of_experts_a_mixture_runs_through_transformers(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU."""
-    monkeypatch.setattr("executor_svc.models.loading.ExpertKernels", type("None_", (), {}))
-    assert Model(folder, numerics="fast").device.numerics == "fast"
-    with pytest.raises(LoaderError, match="Glm4MoeForCausalLM runs through transformers' own code"):
-        Model(folder, numerics="exact")

@@ -59,15 +59,20 @@ NAMES = {
     "gemma4": "Gemma4ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "granitemoe_swa": "GraniteMoeSWAForCausalLM",
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "kimi_k25": "KimiK25ForConditionalGeneration",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "phimoe": "PhimoeForCausalLM",
@@ -83,12 +88,12 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-WRAPPED = ("gemma3", "gemma4", "llama4", "mistral3")
+WRAPPED = ("gemma3", "gemma4", "kimi_k25", "llama4", "mistral3")
 """Their decoder's fields are in `text_config`."""
 ALWAYS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.5},
     "granitemoehybrid": {"layer_types": ["attention"] * 6},
-    **{family: {"num_experts": 8, "num_experts_per_tok": 2} for family in MIXTURES},
+    **{family: {"num_experts": 8, "num_experts_per_tok": 2} for family in (*MIXTURES, "kimi_k25")},
     "llama4": {"moe_layers": []},
     "llama4_text": {"moe_layers": []},
 }

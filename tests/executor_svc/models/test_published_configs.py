@@ -15,13 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.experts.kernels import CpuExpertKernels
+from executor_svc.cpu.kernels.latent.kernels import CpuLatentKernels
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.registry import ARCHITECTURES, own_architecture
 from executor_svc.models.spec import DecoderSpec, linear_shapes
 from executor_svc.models.stored_names import decoder_names
 
 FILES = sorted((Path(__file__).parents[2] / "data" / "published_configs").iterdir())
+MIXTURE_LAYERS = 4
+"""As many of one whose layers have hundreds of experts."""
 LISTS = ("layer_types", "no_rope_layers", "layer_rope_theta")
 RENAMED = {"phimoe": {".mlp.router.": ".block_sparse_moe.gate."}}
 """What transformers calls otherwise than files do."""
@@ -61,11 +63,14 @@ class Stored:
         return self.tensor
 
 
-class Kernels(CpuExpertKernels):
-    """Of experts without memory."""
+class Kernels(CpuLatentKernels):
+    """Those that weights are prepared for need none."""
+
+    def head_linear(self, weight: Tensor) -> Any:
+        return tuple(weight.shape)
 
     def expert_linear(self, linears: Any) -> Any:
-        return len(linears)
+        return tuple(linears)
 
 
 class Builder:
@@ -89,7 +94,8 @@ def few_layers(content: dict[str, Any]) -> dict[str, Any]:
         lists["moe_layers"] = [layer for layer in content["moe_layers"] if layer < MOST_LAYERS]
     if content.get("num_kv_shared_layers"):
         lists["num_kv_shared_layers"] = 2
-    return {**content, count_of_layers(content): min(MOST_LAYERS, content[count_of_layers(content)]), **lists}
+    most = MIXTURE_LAYERS if content.get("n_routed_experts") else MOST_LAYERS
+    return {**content, count_of_layers(content): min(most, content[count_of_layers(content)]), **lists}
 
 
 def count_of_layers(content: dict[str, Any]) -> str:
@@ -98,10 +104,12 @@ def count_of_layers(content: dict[str, Any]) -> str:
 
 def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors of the text part."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
-    fields = {name: value for name, value in content.items() if name not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(content["model_type"], **fields)
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+    known = ("architectures", "model_type", "quantization_config")
+    fields = {name: value for name, value in content.items() if name not in known}
+    config = AutoConfig.for_model(content["model_type"].replace("kimi_k2", "deepseek_v3"), **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(value.shape) or (1,) for name, value in model.state_dict().items()}

@@ -171,6 +171,12 @@ def test_options_of_old_files(tmp_path: Path, file: str, content: dict[str, Any]
         read_quantization(tmp_path, {})
 
 
+def test_options_of_the_text_part(tmp_path: Path) -> None:
+    """As in Kimi K2.5."""
+    section = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}}
+    assert read_quantization(tmp_path, {"text_config": section}) == read_quantization(tmp_path, section) is not None
+
+
 def test_targets_and_ignored_modules() -> None:
     eight = GROUP_0 | {"weights": GROUP_0["weights"] | {"num_bits": 8}}
     sixteen = GROUP_0 | {"weights": GROUP_0["weights"] | {"group_size": 16}}

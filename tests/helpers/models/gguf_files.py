@@ -37,9 +37,12 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
     "olmo3": "olmo2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "ernie4_5_moe": "ernie4_5-moe",
     "exaone_moe": "exaone-moe",
     "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
     "gpt_oss": "gpt-oss",
     "granitemoe_swa": "granite_swa",
     "granitemoeshared": "granitemoe",
@@ -249,9 +252,12 @@ def _names(architecture: str) -> gguf.TensorNameMap:
 
 
 _MIXTURES = (
+    "deepseek_v2",
+    "deepseek_v3",
     "ernie4_5_moe",
     "exaone_moe",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "granitemoe",
     "granitemoe_swa",
@@ -259,6 +265,7 @@ _MIXTURES = (
     "hunyuan_v1_moe",
     "llama4_text",
     "minimax_m2",
+    "mistral4",
     "mixtral",
     "olmoe",
     "phimoe",
@@ -289,6 +296,14 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
         if architecture == "gpt-oss" and (".experts." in name or name.endswith("sinks")):
             yield from _of_gpt_oss(name, values)
             continue
+        if ".kv_b_proj." in name and config["model_type"] != "deepseek_v2":  # that one as older files have it
+            prefix = gguf_name(name, architecture).removesuffix("attn_kv_b.weight")
+            keys, value = by_kind(values, config)
+            yield f"{prefix}attn_k_b.weight", keys
+            yield f"{prefix}attn_v_b.weight", value
+            continue
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            name = f"{name}.weight"
         if expert := _EXPERT.search(name):
             experts.setdefault(gguf_name(name, architecture), []).append((int(expert[2]), values))
             continue
@@ -354,7 +369,7 @@ def _by_part(values: Floats, config: dict[str, Any]) -> Floats:
 
 def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> None:
     heads = config["num_attention_heads"]
-    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    head_size = config.get("head_dim") or config.get("qk_rope_head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     writer.add_context_length(config["max_position_embeddings"])
@@ -383,13 +398,16 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
         writer.add_vocab_size(config["vocab_size"])
     share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     writer.add_rope_dimension_count(int(head_size * share))
-    if head_size * heads != config["hidden_size"] or architecture.startswith(("gemma", "qwen3")):
+    if architecture in _LATENTS:
+        _write_latents(writer, config)
+    elif head_size * heads != config["hidden_size"] or architecture.startswith(("gemma", "qwen3")):
         writer.add_key_length(head_size)
         writer.add_value_length(head_size)
     _write_rope_scaling(writer, full, config)
     if full.get("llama_4_scaling_beta"):
         writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
-        writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
+    if full.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"] * (0.1 if architecture in _LATENTS else 1))
     if config.get("layer_rope_theta"):
         writer.add_array(f"{architecture}.attention.rope_pattern", [bool(each) for each in config["layer_rope_theta"]])
     if architecture == "gptneox":
@@ -418,6 +436,30 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
         if "full_attention" in config["layer_types"]:
             writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
     _write_factors(writer, config)
+
+
+_LATENTS = ("deepseek2", "mistral4")
+
+
+def _write_latents(writer: Any, config: dict[str, Any]) -> None:
+    """As llama.cpp's conversion/deepseek.py writes them: one KV head, whose values are the latent."""
+    rope, size = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    writer.kv_data[0].pop(f"{writer.arch}.attention.head_count_kv")
+    writer.add_head_count_kv(1)
+    writer.add_kv_lora_rank(size)
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_key_length(size + rope)
+    writer.add_value_length(size)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
+    writer.add_value_length_mla(config["v_head_dim"])
+
+
+def by_kind(values: Floats, config: dict[str, Any]) -> tuple[Floats, Floats]:
+    """Return what makes keys of latents, turned, and what makes values: [H, L, N] and [H, V, L]."""
+    both = values.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
+    keys, value = both[:, : config["qk_nope_head_dim"]], both[:, config["qk_nope_head_dim"] :]
+    return np.ascontiguousarray(keys.swapaxes(1, 2)), np.ascontiguousarray(value)
 
 
 def _write_factors(writer: Any, config: dict[str, Any]) -> None:
@@ -468,10 +510,12 @@ def _write_experts(writer: Any, config: dict[str, Any]) -> None:
             writer.add_leading_dense_block_count(config["first_k_dense_replace"])
             writer.add_expert_weights_scale(config["routed_scaling_factor"])
             writer.add_expert_weights_norm(config["norm_topk_prob"])
-        case "glm4_moe":
-            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        case "glm4_moe" | "glm4_moe_lite" | "deepseek_v2" | "deepseek_v3" | "mistral4":
+            softmax = config["model_type"] in ("deepseek_v2", "mistral4")
+            kinds = gguf.ExpertGatingFuncType
+            writer.add_expert_gating_func(kinds.SOFTMAX if softmax else kinds.SIGMOID)
             writer.add_expert_shared_count(config["n_shared_experts"])
-            writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+            writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
             writer.add_expert_weights_scale(config["routed_scaling_factor"])
             writer.add_expert_weights_norm(config["norm_topk_prob"])
             writer.add_expert_group_count(config["n_group"])

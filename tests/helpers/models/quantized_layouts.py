@@ -22,7 +22,9 @@ Packed = tuple[dict[str, Tensor], Tensor]
 """A linear's tensors by the last part of their names, and its weight [N, K] as these tensors say."""
 
 
-LINEARS = tuple(f"{end}.weight" for end in ("proj", "_linear", "query_key_value", "dense", "_h_to_4h", "_4h_to_h"))
+LINEARS = tuple(
+    f"{end}.weight" for end in ("proj", "_with_mqa", "_linear", "query_key_value", "dense", "_h_to_4h", "_4h_to_h")
+)
 
 
 def quantize_checkpoint(folder: Path, layout: str, quantized: Path, dense: Path) -> None:

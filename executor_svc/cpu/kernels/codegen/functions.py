@@ -1,4 +1,4 @@
-"""exp, log and tanh of vectors, from IEEE 754 arithmetic: the same bits in every lane and on every processor.
+"""exp, expm1, log and tanh of vectors, from IEEE 754 arithmetic: the same bits in every lane and on every processor.
 
 Ranges, splits and coefficients are those of expf, logf and tanhf in Moshier's Cephes library (single/expf.c, logf.c,
 tanhf.c).
@@ -35,18 +35,33 @@ _ROUNDER_BITS = 0x4B400000
 def exp(x: Vec) -> Vec:
     """e to the x, within 2 units of the last place; 0 below -87, infinity above 88, NaN for NaN."""
     emit, builder = x.emit, x.emit.builder
+    above_one, power = _parts_of_exp(x)
+    value = (above_one + 1.0) * power
+    tiny = builder.fcmp_ordered("<", x.value, emit.vec(_EXP_LOWEST).value)
+    huge = builder.fcmp_unordered(">", x.value, emit.vec(_EXP_HIGHEST).value)
+    return where(emit, tiny, emit.vec(0.0), where(emit, huge, x * float("inf"), value))
+
+
+def expm1(x: Vec) -> Vec:
+    """e to the x, less 1, of numbers up to 88, within 2 units of the last place; NaN for NaN."""
+    emit, builder = x.emit, x.emit.builder
+    tiny = builder.fcmp_ordered("<", x.value, emit.vec(_EXP_LOWEST).value)
+    above_one, power = _parts_of_exp(x)
+    return where(emit, tiny, emit.vec(-1.0), above_one.times_plus(power, power - 1.0))
+
+
+def _parts_of_exp(x: Vec) -> tuple[Vec, Vec]:
+    """Return r and a power of 2 p with e to the x = (1 + r) * p, for -87 to 88."""
+    emit, builder = x.emit, x.emit.builder
     shifted = x.times_plus(_LOG2_E, _ROUNDER)
     whole = shifted - _ROUNDER
     rest = whole.times_plus(-_LN2_LOW, whole.times_plus(-_LN2_HIGH, x))
     series = emit.vec(_EXP[0])
     for coefficient in _EXP[1:]:
         series = series.times_plus(rest, coefficient)
-    value = series.times_plus(rest * rest, rest) + 1.0
     exponent = builder.sub(builder.bitcast(shifted.value, _VI32), _every(_ROUNDER_BITS - 127))
     power = Vec(emit, builder.bitcast(builder.shl(exponent, _every(23)), _VF32))
-    tiny = builder.fcmp_ordered("<", x.value, emit.vec(_EXP_LOWEST).value)
-    huge = builder.fcmp_unordered(">", x.value, emit.vec(_EXP_HIGHEST).value)
-    return where(emit, tiny, emit.vec(0.0), where(emit, huge, x * float("inf"), value * power))
+    return series.times_plus(rest * rest, rest), power
 
 
 def log(x: Vec) -> Vec:

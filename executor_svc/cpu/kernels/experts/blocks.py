@@ -85,6 +85,36 @@ def group(code: Code, num_experts: int, num_chosen: int) -> str:
     return code.kernel(f"group_{num_experts}_{num_chosen}", 7, body)
 
 
+def head_blocks(code: Code, num_heads: int) -> str:
+    """Add the kernel that makes blocks of rows by head, those of all tokens for each head; returns its name.
+
+    One item. Arguments: tokens T; all written: blocks [num_heads * ceil(T / ROWS_AT_ONCE), BLOCK_WORDS] int64, with
+    heads in the place of experts; the number of blocks.
+    """
+
+    def body(emit: Emitter, _: Int, __: Int, tokens: Int, blocks: Int, number: Int) -> None:
+        def store(value: Int, address: Int) -> None:
+            emit.builder.store(value.value, emit.pointer(address, _I64))
+
+        each = (tokens + (ROWS_AT_ONCE - 1)) // ROWS_AT_ONCE
+        store(each * num_heads, number)
+
+        def head(index: Int, _: list[Vec]) -> None:
+            def block(at: Int, _: list[Vec]) -> None:
+                first, following = at * ROWS_AT_ONCE, (index + 1).least(num_heads - 1)
+                rows = (tokens - first).least(ROWS_AT_ONCE)
+                words = index, index * tokens + first, rows, following.where((at + 1).equals(each), index)
+                record = blocks + (index * each + at) * (BLOCK_WORDS * _WORD)
+                for word, value in enumerate(words):
+                    store(value, record + word * _WORD)
+
+            emit.loop(0, each, 1, block)
+
+        emit.loop(0, num_heads, 1, head)
+
+    return code.kernel(f"head_blocks_{num_heads}", 3, body)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockArgument:
     """An argument of a kernel that is made for each block."""

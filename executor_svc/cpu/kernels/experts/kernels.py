@@ -84,6 +84,9 @@ class CpuExpertKernels(CpuKernels):
         assert wide.shape == x.shape, "an odd number of columns"
         return wide
 
+    def has_router(self, router: Router) -> bool:
+        return True
+
     def route(
         self,
         logits: Tensor,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from executor_svc.gpu.kernels.experts.blocks import block_of
 from executor_svc.gpu.kernels.few_bits.numbers import pair, scales_and_offsets
 from executor_svc.gpu.kernels.few_bits.unpacking import codes_of, values_of
 
@@ -159,19 +160,33 @@ def _add_step(
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_few_rows(
-    x, codes, high, numbers, zeros, above, bias, out,
+    x, codes, high, numbers, zeros, above, bias, out, blocks, num_blocks,
     rows, out_features, in_features, out_stride, steps, span, super_span, part_steps,
     BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
     SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
     ROWS: tl.constexpr, CENTER: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute 64 features of up to ROWS rows over `part_steps` steps; with PARTIAL, out is [parts, M, N]."""
+    """Compute 64 features of up to ROWS rows over `part_steps` steps; with PARTIAL, out is [parts, M, N].
+
+    With blocks: of one of them, in the weight of its expert.
+    """
     row = tl.arange(0, ROWS)
     tile, lane = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    feature = tile * TILE + lane
+    part, added = tl.program_id(1), bias + feature
+    if blocks is not None:
+        if part >= tl.load(num_blocks):
+            return
+        expert, start, rows = block_of(blocks, part)
+        tile += expert * tl.cdiv(out_features, TILE)
+        added += expert * out_features
+        x += start * in_features
+        out += start * out_stride
+        part = 0
     row_inside = row < rows
     rows_at = row.to(tl.int64) * in_features
 
-    first_step = tl.program_id(1) * part_steps
+    first_step = part * part_steps
     last_step = tl.minimum(first_step + part_steps, steps)
     end = tl.minimum(in_features, last_step * (2 * HALF))
     total = tl.zeros((TILE, ROWS), tl.float32)
@@ -181,11 +196,10 @@ def linear_few_rows(
             row_inside, end, BITS, VALUES, ZERO, OFFSETS, PAIRED, SUPERS, GROUPS, HALF, TILE, CENTER, ASSEMBLY,
         )  # fmt: skip
 
-    feature = tile * TILE + lane
     inside = (feature < out_features)[:, None] & row_inside[None, :]
     if PARTIAL:
-        out_at = out + (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * out_features + feature[:, None]
+        out_at = out + (part * rows + row).to(tl.int64)[None, :] * out_features + feature[:, None]
     else:
         out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
-        total += tl.load(bias + feature, mask=feature < out_features, other=0.0)[:, None]
+        total += tl.load(added, mask=feature < out_features, other=0.0)[:, None]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)

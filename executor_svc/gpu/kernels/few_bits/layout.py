@@ -21,6 +21,8 @@ pieces of 4 bytes or more can be copied to shared memory ahead of their use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,6 +170,16 @@ class FewBitsWeight:
         shapes = self.layout.plane_shapes(rows)
         self._device = device
         self._planes = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes.items()}
+        self.num_experts: int | None = None
+        """Of `together`; None: it is one weight."""
+
+    @classmethod
+    def together(cls, weights: Sequence[FewBitsWeight]) -> FewBitsWeight:
+        """Return the weights of experts, of one layout and as many rows each: their tiles one after the other."""
+        found = copy(weights[0])
+        found.num_experts = len(weights)
+        found._planes = {name: torch.cat([each._planes[name] for each in weights]) for name in weights[0]._planes}
+        return found
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,7 @@ the parts in their order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from executor_svc.device.interface import is_interpreted
 from executor_svc.device.stored_linear import QuantFormat
+from executor_svc.gpu.kernels.experts.blocks import RowBlocks, block_of
 from executor_svc.gpu.kernels.few_bits.assembly import assembly_of, center_of
 from executor_svc.gpu.kernels.few_bits.few_rows import linear_few_rows
 from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsLayout, FewBitsWeight, plane_arguments, stored_as
@@ -52,6 +53,8 @@ _TILES = (
 """Measured on an H200."""
 _GROUPS_OF_16 = FewBitsTile(rows=16, num_warps=4, num_stages=4, programs_per_sm=4)
 """A product of 16 columns is too small for its instruction."""
+_128_OF_EXPERTS = replace(_TILES[-1], num_warps=8)
+"""Theirs are not widened for more rows. With 4 warps registers are spilled on sm_80."""
 TILE_ROWS = tuple(tile.rows for tile in _TILES)
 """Maximum rows of each kernel, ascending."""
 MOST_ROWS = TILE_ROWS[-1]
@@ -65,6 +68,12 @@ def tile_of(rows: int, kind: QuantFormat) -> FewBitsTile:
     """Return the tile for so many rows, up to MOST_ROWS."""
     found = next(tile for tile in _TILES if rows <= tile.rows)
     return _GROUPS_OF_16 if found.scaled_sums and kind.group == 16 else found
+
+
+def tile_of_experts(rows: int, kind: QuantFormat) -> FewBitsTile:
+    """Return the tile for blocks of so many rows."""
+    tile = tile_of(rows, kind)
+    return _128_OF_EXPERTS if tile is _TILES[-1] else tile
 
 
 def num_parts(tile: FewBitsTile, out_features: int, steps: int, num_sms: int) -> int:
@@ -91,19 +100,33 @@ def _add_half(total, weight, x, rows_at, row_inside, column, end):
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_few_bits(
-    x, codes, high, numbers, zeros, above, bias, out,
+    x, codes, high, numbers, zeros, above, bias, out, blocks, num_blocks,
     rows, out_features, in_features, out_stride, steps, span, super_span, part_steps,
     BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
     SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
     PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute 64 features of up to ROWS rows over `part_steps` steps; with PARTIAL, out is [parts, M, N]."""
+    """Compute 64 features of up to ROWS rows over `part_steps` steps; with PARTIAL, out is [parts, M, N].
+
+    With blocks: of one of them, in the weight of its expert.
+    """
     row = tl.arange(0, ROWS)
     tile, lane = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    feature = tile * TILE + lane
+    part, added = tl.program_id(1), bias + feature
+    if blocks is not None:
+        if part >= tl.load(num_blocks):
+            return
+        expert, start, rows = block_of(blocks, part)
+        tile += expert * tl.cdiv(out_features, TILE)
+        added += expert * out_features
+        x += start * in_features
+        out += start * out_stride
+        part = 0
     row_inside = row < rows
     rows_at = row.to(tl.int64) * in_features
 
-    first_step = tl.program_id(1) * part_steps
+    first_step = part * part_steps
     last_step = tl.minimum(first_step + part_steps, steps)
     end = tl.minimum(in_features, last_step * (2 * HALF))
     total = tl.zeros((TILE, ROWS), tl.float32)
@@ -118,13 +141,12 @@ def _linear_few_bits(
         total = _add_half(total, first, x, rows_at, row_inside, column, end)
         total = _add_half(total, second, x, rows_at, row_inside, column + HALF, end)
 
-    feature = tile * TILE + lane
     inside = (feature < out_features)[:, None] & row_inside[None, :]
     if PARTIAL:
-        out_at = out + (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * out_features + feature[:, None]
+        out_at = out + (part * rows + row).to(tl.int64)[None, :] * out_features + feature[:, None]
     else:
         out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
-        total += tl.load(bias + feature, mask=feature < out_features, other=0.0)[:, None]
+        total += tl.load(added, mask=feature < out_features, other=0.0)[:, None]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -144,6 +166,8 @@ def linear_few_bits(
 
     Raises ValueError naming the argument.
     """
+    if len(x) > MOST_ROWS:
+        raise ValueError(f"x: has {len(x)} rows, more than {MOST_ROWS}")
     _check(x, weight, bias, out)
     rows = x.shape[0]
     if not rows:
@@ -156,18 +180,49 @@ def linear_few_bits(
     launch(x, weight, bias, out, workspace, tile, parts)
 
 
+def few_bits_of_experts(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, blocks: RowBlocks) -> None:
+    """Write x @ weight[expert].T + bias[expert] into out for the rows of each block, as `linear_few_bits` does.
+
+    Columns are in one part, whatever the number of rows.
+
+    Args:
+        x: [R, in_features] bfloat16 or float16, contiguous, in blocks.
+        weight: `FewBitsWeight.together` of those of E experts.
+        bias: [E, out_features] float32.
+        out: as of `linear_few_bits`.
+        blocks: of the R rows.
+
+    Raises ValueError naming the argument.
+    """
+    _check(x, weight, bias, out, weight.num_experts)
+    if len(x):
+        launch(x, weight, bias, out, None, tile_of_experts(blocks.rows, weight.layout.kind), 1, blocks)
+
+
 def launch(
-    x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, workspace: Tensor | None, tile: FewBitsTile, parts: int
+    x: Tensor,
+    weight: FewBitsWeight,
+    bias: Tensor,
+    out: Tensor,
+    workspace: Tensor | None,
+    tile: FewBitsTile,
+    parts: int,
+    blocks: RowBlocks | None = None,
 ) -> None:
-    """Write the product with a given tile and number of parts; arguments as of `linear_few_bits`, not checked."""
+    """Write the product with a given tile and number of parts; arguments as of `linear_few_bits`, not checked.
+
+    blocks: of the rows, each with its expert; None: of one weight.
+    """
     rows, layout = x.shape[0], weight.layout
     programs = -(-weight.rows // TILE)
     kernel = linear_few_rows if tile.scaled_sums else _linear_few_bits
-    kernel[(programs, parts)](
+    kernel[(programs, parts if blocks is None else blocks.most)](
         x,
         *weight.planes,
         bias,
         workspace if parts > 1 else out,
+        None if blocks is None else blocks.table,
+        None if blocks is None else blocks.count,
         rows,
         weight.rows,
         weight.columns,
@@ -196,15 +251,14 @@ def _constants(layout: FewBitsLayout, tile: FewBitsTile, is_bfloat16: bool, *, p
     return layout.constants() | own | {"ROWS": tile.rows, "PARTIAL": partial}
 
 
-def _check(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor) -> None:
+def _check(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, num_experts: int | None = None) -> None:
+    shape = (weight.rows,) if num_experts is None else (num_experts, weight.rows)
     if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] != weight.columns:
         raise ValueError(f"x: must be [M, {weight.columns}] bfloat16 or float16, is {list(x.shape)} {x.dtype}")
-    if len(x) > MOST_ROWS:
-        raise ValueError(f"x: has {len(x)} rows, more than {MOST_ROWS}")
     if not x.is_contiguous():
         raise ValueError("x: must be contiguous")
-    if bias.dtype != torch.float32 or bias.shape != (weight.rows,) or not bias.is_contiguous():
-        raise ValueError(f"bias: must be [{weight.rows}] float32, is {list(bias.shape)} {bias.dtype}")
+    if bias.dtype != torch.float32 or bias.shape != shape or not bias.is_contiguous():
+        raise ValueError(f"bias: must be {list(shape)} float32, is {list(bias.shape)} {bias.dtype}")
     if out.shape != (x.shape[0], weight.rows) or out.dtype not in (x.dtype, torch.float32) or out.stride(1) != 1:
         raise ValueError(f"out: must be [{x.shape[0]}, {weight.rows}] {x.dtype} or float32, with adjacent columns")
 
@@ -244,6 +298,11 @@ def variants() -> list[Variant]:
     # To logits; and with halves of 32 columns.
     found += [_variant(_COMMON[1], tile, "bf16", "fp32") for tile in _tiles(_COMMON[1])]
     found += [_variant(kind, _TILES[0], "bf16", "bf16", columns=576) for kind in _COMMON[2:4]]
+    of_experts = [(kind, TILE_ROWS) for kind in (_COMMON[0], _RARE[6])]
+    of_experts += [(kind, (TILE_ROWS[0], TILE_ROWS[-1])) for kind in _COMMON[1:]]
+    for kind, counts in of_experts:
+        tiles = [tile_of_experts(rows, kind) for rows in counts]
+        found += [_variant(kind, tile, "bf16", "bf16", experts=True) for tile in tiles]
     return found
 
 
@@ -252,14 +311,25 @@ def _tiles(kind: QuantFormat) -> list[FewBitsTile]:
 
 
 def _variant(
-    kind: QuantFormat, tile: FewBitsTile, rows: str, out: str, *, partial: bool = False, columns: int = _COLUMNS
+    kind: QuantFormat,
+    tile: FewBitsTile,
+    rows: str,
+    out: str,
+    *,
+    partial: bool = False,
+    columns: int = _COLUMNS,
+    experts: bool = False,
 ) -> Variant:
     layout = FewBitsLayout(kind, columns)
     planes, known = plane_arguments(layout)
     constants = _constants(layout, tile, rows == "bf16", partial=partial) | known
     pointers = {"x": f"*{rows}", **planes, "bias": "*fp32", "out": f"*{out}"}
+    if experts:
+        pointers |= {"blocks": "*i32", "num_blocks": "*i32"}
+    else:
+        constants |= {"blocks": None, "num_blocks": None}
     sizes = ("rows", "out_features", "in_features", "out_stride", "steps", "span", "super_span", "part_steps")
-    what = "parts" if partial else f"to {out}"
+    what = "of experts" if experts else "parts" if partial else f"to {out}"
     return Variant(
         name=f"linear_few_bits {rows} {kind.name} rows{tile.rows} {what}{'' if layout.half == 64 else ' narrow'}",
         kernel=linear_few_rows if tile.scaled_sums else _linear_few_bits,
@@ -273,6 +343,7 @@ def _variant(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         fp_fusion=False,
+        no_spills=experts,
         wgmma=not tile.scaled_sums,
-        quick=kind.name == "Q4_K" and (rows, out) == ("bf16", "bf16") and tile.rows == 16,
+        quick=kind.name == "Q4_K" and (rows, out, experts) == ("bf16", "bf16", False) and tile.rows == 16,
     )

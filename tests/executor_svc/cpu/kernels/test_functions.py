@@ -1,4 +1,4 @@
-"""exp, log and tanh of the kernels against float64, over all of their range."""
+"""exp, expm1, log and tanh of the kernels against float64, over all of their range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.codegen.functions import exp, log, tanh
+from executor_svc.cpu.kernels.codegen.functions import exp, expm1, log, tanh
 from tests.executor_svc.cpu.kernels.emitted import mapped
 from tests.helpers.marks import short_and_long
 
@@ -57,6 +57,21 @@ def test_exp_beyond_its_range(stride: int) -> None:
     assert special[3:].tolist() == [1.0, 1.0]
 
 
+def test_expm1(stride: int) -> None:
+    """Small values keep all their digits."""
+    apply = mapped(expm1)
+    worst = 0.0
+    for sign, end in ((1.0, 88.0), (-1.0, 1e30)):
+        for size in floats(float(torch.finfo(torch.float32).tiny), end, stride):
+            x = sign * size
+            worst = max(worst, worst_ulps(apply(x), x.double().expm1()))
+    assert worst < 1.6
+    special = apply(torch.tensor([float("-inf"), float("nan"), 0.0, 1e-42]))
+    assert special[0] == -1.0
+    assert bool(special[1].isnan())
+    assert special[2:].tolist() == [0.0, pytest.approx(1e-42, rel=0.01)]
+
+
 def test_log(stride: int) -> None:
     apply = mapped(log)
     tiny, most = float(torch.finfo(torch.float32).tiny), float(torch.finfo(torch.float32).max)
@@ -82,7 +97,7 @@ def test_tanh(stride: int) -> None:
 
 
 def test_every_lane_is_the_same() -> None:
-    for function in (exp, tanh, log):
+    for function in (exp, expm1, tanh, log):
         apply = mapped(function)
         for number in (0.3, 5.0) if function is log else (0.3, -0.7, 5.0, -40.0):
             assert len(set(apply(torch.full((16,), number)).tolist())) == 1

@@ -61,6 +61,14 @@ def test_a_token_of_a_mixture_reads_the_experts_that_it_chooses(tmp_path: Path) 
         assert "those of its experts" in speed
 
 
+def test_a_token_of_latents_takes_one_row(tmp_path: Path) -> None:
+    """What is made of it is dense, whatever it is in the file."""
+    folder = make_checkpoint(tmp_path / "folder", "deepseek_v2", kv_lora_rank=32)  # and 8 beside it
+    file = write_gguf(folder, tmp_path / "model.gguf", all_of(GGMLQuantizationType.F32))
+    for path, item in ((folder, 4), (file, 2)):
+        assert read_sizes(path).kv_bytes == 2 * 48 * item
+
+
 def test_an_error_says_the_same(tmp_path: Path) -> None:
     assert fit_sentence(DEMO, 10_000_000).endswith(
         "; it does not fit: 14.0 MB would have to be free, or a smaller model or quantization"

@@ -1,0 +1,131 @@
+"""The linears of all experts in one place of a layer, on a GPU: one launch for each part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from executor_svc.gpu.kernels.experts.blocks import RowBlocks
+from executor_svc.gpu.kernels.experts.product import linear_of_experts
+from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
+from executor_svc.gpu.kernels.few_bits.linear import few_bits_of_experts
+from executor_svc.gpu.kernels.quantize import quantize_rows
+from executor_svc.gpu.linear import Fp8Linear, GpuLinear, PlainLinear
+from executor_svc.gpu.stored_linear import GpuStoredLinear, PackedRows
+
+_Part = PackedRows | GpuLinear
+
+
+@runtime_checkable
+class StackableLinear(Protocol):
+    """A linear as the GPU device prepares it."""
+
+    linear: GpuLinear | GpuStoredLinear
+
+
+@dataclass(frozen=True, slots=True)
+class DenseExperts:
+    """Weights of 8, 16 or 32 bits of all experts."""
+
+    weight: Tensor
+    """[E, out_features, columns]"""
+    scale: Tensor | None
+    bias: Tensor | None
+    """[E, out_features] float32."""
+    narrow_rows: bool
+    """Whether rows are in fp8, too."""
+
+    @classmethod
+    def of(cls, linears: Sequence[GpuLinear]) -> Self:
+        """Take the weights, which are copied."""
+        scales = [each.scale.flatten() for each in linears if not isinstance(each, PlainLinear)]
+        biases = [each.bias.float() for each in linears if each.bias is not None]
+        return cls(
+            torch.stack([each.weight for each in linears]),
+            torch.stack(scales) if scales else None,
+            torch.stack(biases) if biases else None,
+            isinstance(linears[0], Fp8Linear),
+        )
+
+    @property
+    def rows(self) -> int:
+        """Of the weight of an expert."""
+        return self.weight.shape[1]
+
+    def multiply(self, x: Tensor, out: Tensor, blocks: RowBlocks, narrow: Tensor, scales: Tensor) -> None:
+        """As of `StackedExperts`."""
+        if self.narrow_rows:
+            quantize_rows(x, narrow, scales)
+            linear_of_experts(narrow, self.weight, self.scale, self.bias, out, blocks, scales)
+        else:
+            linear_of_experts(x, self.weight, self.scale, self.bias, out, blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class FewBitsExperts:
+    """Weights in few bits of all experts."""
+
+    weight: FewBitsWeight
+    added: Tensor
+    """[E, out_features] float32."""
+
+    @classmethod
+    def of(cls, parts: Sequence[PackedRows]) -> Self:
+        """Take the weights, which are copied; raises ValueError for columns in another order."""
+        if any(part.order is not None for part in parts):
+            raise ValueError("columns of experts in another order (GPTQ's act-order) are not supported")
+        weight = FewBitsWeight.together([part.weight for part in parts])
+        return cls(weight, torch.stack([part.added for part in parts]))
+
+    @property
+    def rows(self) -> int:
+        """Of the weight of an expert."""
+        return self.weight.rows
+
+    def multiply(self, x: Tensor, out: Tensor, blocks: RowBlocks, _: Tensor, __: Tensor) -> None:
+        """As of `StackedExperts`."""
+        few_bits_of_experts(x, self.weight, self.added, out, blocks)
+
+
+class StackedExperts:
+    """The weights of experts of one shape and format, part by part, and their products with routed rows."""
+
+    def __init__(self, linears: Sequence[StackableLinear]) -> None:
+        """Raises ValueError for linears that are not alike, or whose columns are in another order."""
+        parts = [_parts(each.linear) for each in linears]
+        if any([_kind(part) for part in each] != [_kind(part) for part in parts[0]] for each in parts):
+            raise ValueError("the experts of a layer differ in shape or format")
+        self.in_features, self.out_features = linears[0].linear.in_features, linears[0].linear.out_features
+        self._parts = [_stacked([each[place] for each in parts]) for place in range(len(parts[0]))]
+        self.narrow_rows = any(isinstance(part, DenseExperts) and part.narrow_rows for part in self._parts)
+
+    def multiply(self, x: Tensor, out: Tensor, blocks: RowBlocks, narrow: Tensor, scales: Tensor) -> None:
+        """Write the products of routed rows x [R, in_features] to out [R, out_features].
+
+        narrow, scales: if `narrow_rows`, memory for x in fp8 and its scales.
+        """
+        first = 0
+        for part in self._parts:
+            part.multiply(x, out[:, first : first + part.rows], blocks, narrow, scales)
+            first += part.rows
+
+
+def _parts(linear: GpuLinear | GpuStoredLinear) -> Sequence[_Part]:
+    return linear.parts if isinstance(linear, GpuStoredLinear) else [linear]
+
+
+def _kind(part: _Part) -> tuple[object, ...]:
+    if isinstance(part, PackedRows):
+        return part.weight.layout, part.weight.rows
+    return type(part), part.weight.shape, part.weight.dtype, part.bias is None
+
+
+def _stacked(parts: Sequence[_Part]) -> DenseExperts | FewBitsExperts:
+    packed = [part for part in parts if isinstance(part, PackedRows)]
+    if packed:
+        return FewBitsExperts.of(packed)
+    return DenseExperts.of([part for part in parts if not isinstance(part, PackedRows)])

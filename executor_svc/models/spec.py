@@ -263,8 +263,8 @@ class DecoderSpec:
     def num_linear_elements(self) -> int:
         """The number of elements of embedding, head and linears: nearly all of the weights."""
         first = {layer: index for index, layer in enumerate(self.layers)}  # of thousands of layers few differ
-        shapes = [(1, dict(_end_shapes(self)))]
-        shapes += [(count, _layer_shapes(self, first[layer])) for layer, count in Counter(self.layers).items()]
+        shapes = [(count, _layer_shapes(self, first[layer])) for layer, count in Counter(self.layers).items()]
+        shapes.append((1, dict(_end_shapes(self))))
         return sum(count * rows * columns for count, each in shapes for rows, columns in each.values())
 
     def sizes(self, index: int) -> LayerSizes:
@@ -331,11 +331,9 @@ def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _end_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield those of no layer."""
     hidden, inputs = spec.hidden_size, spec.layer_inputs
-    yield f"{TABLE}.weight", (spec.vocab_size, hidden)
-    if not spec.tied:
-        yield f"{HEAD}.weight", (spec.vocab_size, hidden)
+    for module in (TABLE,) if spec.tied else (TABLE, HEAD):
+        yield f"{module}.weight", (spec.vocab_size, hidden)
     if inputs is not None:
         yield f"{LAYER_TABLE}.weight", (inputs.vocab_size, spec.num_layers * inputs.size)
         yield f"{inputs.from_embedding}.weight", (spec.num_layers * inputs.size, hidden)

@@ -21,7 +21,7 @@ from executor_svc.gpu.kernels.experts.blocks import (
     tokens_of_blocks,
 )
 from executor_svc.gpu.kernels.experts.choose import choose, rows_at_once, scratch_size
-from executor_svc.gpu.kernels.experts.combine import combine
+from executor_svc.gpu.kernels.experts.combine import combine, spread
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels, Operation
 
 
@@ -121,10 +121,15 @@ class GpuExpertKernels(GpuKernels):
             num_experts=router.num_experts,
         )
 
-    def take_routed(self, x: Tensor, routes: Routes) -> Tensor:
+    def take_routed(self, x: Tensor, routes: Routes, weighed: bool = False) -> Tensor:
         assert isinstance(routes, GpuRoutes)
-        with self.routed(routes):
-            return self.take_rows(x, routes.sources, "routed")
+        if not weighed:
+            with self.routed(routes):
+                return self.take_rows(x, routes.sources, "routed")
+        places, weights, num_chosen = routes.places, routes.weights, routes.num_chosen
+        y = self.new("routed", (len(routes.sources), x.shape[1]), x.dtype)
+        self.run(x, lambda n: spread(x[:n], places[:n], weights[:n], y[: n * num_chosen]))
+        return y
 
     @contextmanager
     def routed(self, routes: Routes) -> Iterator[None]:
@@ -151,7 +156,8 @@ class GpuExpertKernels(GpuKernels):
         def run(n: int) -> None:
             more, opened = (None if each is None else each[:n] for each in (beside, gate))
             places, weights = routes.places[:n], routes.weights[:n]
-            combine(rows[: n * num_chosen], places, weights, router.rounded, more, opened, y[:n])
+            weighed = not router.weighs_inputs
+            combine(rows[: n * num_chosen], places, weights, weighed, router.rounded, more, opened, y[:n])
 
         return self.run(y, run)
 

@@ -47,7 +47,7 @@ def stub(tmp_path: Path) -> Path:
     return tmp_path
 
 
-OF_EXPERTS = {"_choose", "_sum_counts", "_place", "_linear_of_experts", "_combine"}
+OF_EXPERTS = {"choose_kernel", "sum_kernel", "place_kernel", "_linear_of_experts", "_combine"}
 
 
 @pytest.mark.parametrize(("family", "kernels"), [("llama", set()), ("glm4_moe", OF_EXPERTS)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -30,14 +31,13 @@ class ExpertWeights:
 
     def __init__(self, linears: Sequence[StoredExpert]) -> None:
         """Raises ValueError for linears that are not alike."""
+        _align_orders(linears)
         self._linears = list(linears)
         self._tables: dict[int, IntArray] = {}
         first = linears[0]
         for each in linears:
             if _kind(each) != _kind(first):
                 raise ValueError("the experts of a layer differ in shape or format")
-        if any(isinstance(part, PackedWeightPart) and part.order is not None for part in first.parts):
-            raise ValueError("columns of experts in another order (GPTQ's act-order) are not supported")
 
     @property
     def first(self) -> StoredExpert:
@@ -58,16 +58,30 @@ class ExpertWeights:
         return 0 if found is None else int(found.ctypes.data)
 
 
+def _align_orders(linears: Sequence[StoredExpert]) -> None:
+    """Give parts whose columns are in order an order, too, where those of other experts have one (GPTQ's act-order)."""
+    for place in range(min(len(each.parts) for each in linears)):
+        parts = [each.parts[place] for each in linears]
+        if all(isinstance(part, PackedWeightPart) and part.order is None for part in parts):
+            continue
+        for each, part in zip(linears, parts, strict=True):
+            if isinstance(part, PackedWeightPart) and part.order is None and isinstance(each.parts, list):
+                each.parts[place] = replace(part, order=torch.arange(part.layout.columns))
+
+
 def _kind(linear: StoredExpert) -> tuple[object, ...]:
     parts = [
-        (part.layout, part.rows, part.int8) if isinstance(part, PackedWeightPart) else (part.panels.shape, part.rows)
+        (part.layout, part.rows, part.int8, part.order is None)
+        if isinstance(part, PackedWeightPart)
+        else (part.panels.shape, part.rows)
         for part in linear.parts
     ]
     return linear.in_features, linear.out_features, linear.bias is None, tuple(parts)
 
 
 def _places(linear: StoredExpert) -> list[tuple[int, int]]:
-    """Return the address and bytes of each part and of the bias."""
+    """Return the address and bytes of each part, of each order of columns, and of the bias."""
     tensors = [part.packed if isinstance(part, PackedWeightPart) else part.panels for part in linear.parts]
-    bias = torch.empty(0) if linear.bias is None else linear.bias
-    return [(tensor.data_ptr(), tensor.nbytes) for tensor in (*tensors, bias)]
+    orders = [part.order for part in linear.parts if isinstance(part, PackedWeightPart)]
+    beside = [torch.empty(0) if each is None else each for each in (*orders, linear.bias)]
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in (*tensors, *beside)]

@@ -1,8 +1,8 @@
 """The experts that rows choose, as `device.experts.Router` says, and their routed rows in the order of experts.
 
 Up to `rows_at_once` rows are one program's, which also sorts them. More rows are chunks of so many: each counts its
-experts (`_choose`), the counts are summed in the order of chunks (`_sum_counts`), and each writes where its routed rows
-are (`_place`). Nothing returns to the host.
+experts (`choose_kernel`), the counts are summed in the order of chunks (`sum_kernel`), and each writes where its routed
+rows are (`place_kernel`). Nothing returns to the host.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch import Tensor
 from executor_svc.device.experts import Router
 from executor_svc.gpu.kernels.experts.blocks import WORDS, RowBlocks
 from executor_svc.gpu.kernels.rows import DTYPES, check
-from executor_svc.gpu.kernels.variant import Variant
 
-_WARPS, _STAGES = 4, 1
+_WARPS, STAGES = 4, 1
 _LANES = 2048
 """Scores of a program."""
 _MOST_ROWS = 16
@@ -47,6 +46,16 @@ def _scores(logits, inside, SCORES: tl.constexpr, DTYPE: tl.constexpr, ROUNDED: 
     else:
         found = logits
     return found.to(DTYPE).to(tl.float32) if ROUNDED else found
+
+
+@triton.jit
+def _share(logits, best, free, near, DTYPE: tl.constexpr):
+    """Return the shares [R] of the best logits among the free ones [R, E] near them, as `Router.weighing` says."""
+    below = (best[:, None] - logits).to(DTYPE).to(tl.float32)
+    larger = tl.maximum(tl.abs(logits), best[:, None])
+    distance = tl.div_rn(below, tl.where(larger == 0.0, 1.0, larger)).to(DTYPE).to(tl.float32)
+    powers = tl.where(free & (distance <= near), tl.exp(logits - best[:, None]), 0.0)
+    return tl.div_rn(tl.full(best.shape, 1.0, tl.float32), tl.sum(powers, 1))
 
 
 @triton.jit
@@ -102,9 +111,9 @@ def _write_blocks(total, index, blocks, num_blocks, block):
 
 
 @triton.jit(do_not_specialize=["rows", "block"])
-def _choose(
+def choose_kernel(
     logits, bias, scales, ids, weights, counts, places, sources, blocks, num_blocks,
-    rows, block, epsilon, least_sum, factor,
+    rows, block, epsilon, least_sum, factor, near,
     EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SCORES: tl.constexpr, ROUNDED_SCORES: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, WEIGHING: tl.constexpr, ROUNDED: tl.constexpr,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
@@ -133,10 +142,13 @@ def _choose(
     scaled = tl.zeros((ROWS, SLOTS), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     for number in range(CHOSEN):
-        _, at = _first_of_highest(choices, there & (taken == 0), index, EXPERTS - 1)
+        free = there & (taken == 0)
+        _, at = _first_of_highest(choices, free, index, EXPERTS - 1)
         hot = index[None, :] == at[:, None]
         taken += hot.to(tl.int32)
         score = tl.sum(tl.where(hot, scores, 0.0), 1)
+        if WEIGHING == "sparsemixer":
+            score = _share(scores, score, free, near, DTYPE)
         total += score
         chosen = tl.where(slot[None, :] == number, at[:, None], chosen)
         found = tl.where(slot[None, :] == number, score[:, None], found)
@@ -149,6 +161,8 @@ def _choose(
         found = tl.div_rn(found, tl.broadcast_to(divisor[:, None], found.shape))
     elif WEIGHING == "softmax":
         found = _softmax(found, tl.broadcast_to(used, found.shape))
+    elif WEIGHING == "sigmoid":
+        found = _scores(found, used, "sigmoid", DTYPE, False)
     found = found * factor
     if scales is not None:
         found = found * scaled
@@ -169,7 +183,7 @@ def _choose(
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _sum_counts(counts, totals, chunks, LANES: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
+def sum_kernel(counts, totals, chunks, LANES: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
     """Turn the counts [chunks, LANES] of some experts into those of the chunks before, and write those of all."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
@@ -184,7 +198,7 @@ def _sum_counts(counts, totals, chunks, LANES: tl.constexpr, CHUNKS: tl.constexp
 
 
 @triton.jit(do_not_specialize=["rows", "block"])
-def _place(
+def place_kernel(
     ids, counts, totals, places, sources, blocks, num_blocks, rows, block,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -208,12 +222,12 @@ def _place(
 
 def rows_at_once(num_experts: int) -> int:
     """Return the rows of a chunk."""
-    return max(1, min(_MOST_ROWS, _LANES // _lanes(num_experts)))
+    return max(1, min(_MOST_ROWS, _LANES // num_lanes(num_experts)))
 
 
 def scratch_size(num_rows: int, num_experts: int) -> int:
     """Return the int32 numbers that `choose` needs as scratch for so many rows."""
-    return (1 + -(-num_rows // rows_at_once(num_experts))) * _lanes(num_experts)
+    return (1 + -(-num_rows // rows_at_once(num_experts))) * num_lanes(num_experts)
 
 
 def choose(
@@ -246,20 +260,23 @@ def choose(
     _check(logits, router, bias, scales, scratch, ids, weights, places, sources)
     if not rows:
         return
-    chunks, lanes = -(-rows // rows_at_once(experts)), _lanes(experts)
+    chunks, lanes = -(-rows // rows_at_once(experts)), num_lanes(experts)
     one = chunks == 1
     counts = scratch[: chunks * lanes]
     totals = scratch[chunks * lanes :]
     written = places, sources, blocks.table, blocks.count
-    numbers = float(router.epsilon), float(router.least_sum), float(router.factor)
-    _choose[(chunks,)](
+    near = float(torch.tensor(2 * router.jitter).to(dtype))
+    numbers = float(router.epsilon), float(router.least_sum), float(router.factor), near
+    choose_kernel[(chunks,)](
         logits, bias, scales, ids, weights, None if one else counts, *written, rows, blocks.rows, *numbers,
-        **_constants(router, dtype), **_options(lanes),
+        **choosing_constants(router, dtype), **_options(lanes),
     )  # fmt: skip
     if not one:
-        sizes = _summed(lanes)
-        _sum_counts[(lanes // sizes["COLUMNS"],)](counts, totals, chunks, **sizes, **_options(lanes))
-        _place[(chunks,)](ids, counts, totals, *written, rows, blocks.rows, **_placing(router), **_options(lanes))
+        sizes = summing_constants(lanes)
+        sum_kernel[(lanes // sizes["COLUMNS"],)](counts, totals, chunks, **sizes, **_options(lanes))
+        place_kernel[(chunks,)](
+            ids, counts, totals, *written, rows, blocks.rows, **placing_constants(router), **_options(lanes)
+        )
 
 
 def _check(
@@ -287,28 +304,33 @@ def _check(
 
 
 def _options(lanes: int) -> dict[str, Any]:
-    return {"num_warps": _warps(lanes), "num_stages": _STAGES, "enable_fp_fusion": False}
+    return {"num_warps": num_warps(lanes), "num_stages": STAGES, "enable_fp_fusion": False}
 
 
-def _warps(lanes: int) -> int:
+def num_warps(lanes: int) -> int:
+    """Return the warps of a program."""
     return max(_WARPS, lanes // 256)
 
 
-def _lanes(num_experts: int) -> int:
+def num_lanes(num_experts: int) -> int:
+    """Return the lanes of a row: a power of two."""
     return max(16, int(triton.next_power_of_2(num_experts)))
 
 
-def _summed(lanes: int) -> dict[str, int]:
+def summing_constants(lanes: int) -> dict[str, int]:
+    """Return the constants of `sum_kernel`."""
     return {"LANES": lanes, "CHUNKS": _CHUNKS, "COLUMNS": min(_COLUMNS, lanes)}
 
 
-def _placing(router: Router) -> dict[str, Any]:
+def placing_constants(router: Router) -> dict[str, Any]:
+    """Return the constants of `place_kernel`."""
     slots = int(triton.next_power_of_2(router.num_chosen))
-    sizes = {"ROWS": rows_at_once(router.num_experts), "LANES": _lanes(router.num_experts), "SLOTS": slots}
+    sizes = {"ROWS": rows_at_once(router.num_experts), "LANES": num_lanes(router.num_experts), "SLOTS": slots}
     return {"CHOSEN": router.num_chosen} | sizes
 
 
-def _constants(router: Router, dtype: torch.dtype) -> dict[str, Any]:
+def choosing_constants(router: Router, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the constants of `choose_kernel`."""
     return {
         "EXPERTS": router.num_experts,
         "SCORES": router.scores,
@@ -319,75 +341,4 @@ def _constants(router: Router, dtype: torch.dtype) -> dict[str, Any]:
         "WEIGHING": router.weighing,
         "ROUNDED": router.rounded,
         "DTYPE": _TYPES[dtype],
-    } | _placing(router)
-
-
-_ROUTERS = {
-    "qwen3": (Router(128, 8), False),
-    "gpt-oss": (Router(32, 4, scores="logits", weighing="softmax"), False),
-    "deepseek": (
-        Router(256, 8, scores="sigmoid", groups=8, kept_groups=4, epsilon=1e-20, factor=2.5, rounded=False), True,
-    ),
-    "qwen3.5": (Router(512, 10), False),
-}  # fmt: skip
-"""Of the variants compiled ahead of time, and whether they have a bias of the choice."""
-
-
-def variants() -> list[Variant]:
-    """Return some routers, for few rows and for many."""
-    found = []
-    for name, (router, biased) in _ROUTERS.items():
-        for logits in ("bf16", "fp32"):
-            found += [_choosing(name, router, biased, logits, one=one) for one in (True, False)]
-        found += [_summing(name, router), _placing_rows(name, router)]
-    return found
-
-
-_WRITTEN = {"places": "*i64", "sources": "*i64", "blocks": "*i32", "num_blocks": "*i32"}
-
-
-def _choosing(name: str, router: Router, biased: bool, logits: str, *, one: bool) -> Variant:
-    pointers = {"logits": f"*{logits}", "ids": "*i64", "weights": "*fp32", **_WRITTEN}
-    constants = _constants(router, torch.bfloat16) | {"scales": None}
-    for optional, there, kind in (("bias", biased, "*fp32"), ("counts", not one, "*i32")):
-        if there:
-            pointers[optional] = kind
-        else:
-            constants[optional] = None
-    sizes = {"rows": "i32", "block": "i32"} | dict.fromkeys(("epsilon", "least_sum", "factor"), "fp32")
-    title = f"choose_experts {name} {logits} {'few' if one else 'many'}"
-    return _variant(title, _choose, pointers, sizes, constants, quick=(name, logits, one) == ("qwen3", "bf16", True))
-
-
-def _summing(name: str, router: Router) -> Variant:
-    constants = _summed(_lanes(router.num_experts))
-    return _variant(
-        f"sum_experts {name}", _sum_counts, dict.fromkeys(("counts", "totals"), "*i32"), {"chunks": "i32"}, constants
-    )
-
-
-def _placing_rows(name: str, router: Router) -> Variant:
-    pointers = {"ids": "*i64", "counts": "*i32", "totals": "*i32", **_WRITTEN}
-    return _variant(f"place_experts {name}", _place, pointers, {"rows": "i32", "block": "i32"}, _placing(router))
-
-
-def _variant(
-    name: str,
-    kernel: Any,
-    pointers: dict[str, str],
-    sizes: dict[str, str],
-    constants: dict[str, Any],
-    quick: bool = False,
-) -> Variant:
-    return Variant(
-        name=name,
-        kernel=kernel,
-        signature={**pointers, **sizes, **dict.fromkeys(constants, "constexpr")},
-        constants=constants,
-        divisible=tuple(pointers),
-        num_warps=_warps(constants["LANES"]),
-        num_stages=_STAGES,
-        fp_fusion=False,
-        no_spills=True,
-        quick=quick,
-    )
+    } | placing_constants(router)

@@ -25,7 +25,7 @@ def test_choices_and_weights(name: str, dtype: torch.dtype, device: torch.device
     router, generator = ROUTERS[name], torch.Generator().manual_seed(len(name))
     logits = (2 * torch.randn(33, router.num_experts, generator=generator)).to(dtype)  # bfloat16 has equal ones
     bias = torch.randn(router.num_experts, generator=generator) if router.scores == "sigmoid" else None
-    scales = 1 + torch.rand(router.num_experts, generator=generator) if name == "mixtral" else None
+    scales = 1 + torch.rand(router.num_experts, generator=generator) if name in ("mixtral", "gemma 4") else None
     kernels = GpuExpertKernels(device, 90, 132)
     on_device = (None if each is None else each.to(device) for each in (bias, scales))
     routes = kernels.route(logits.to(device), router, dtype, *on_device)

@@ -200,6 +200,16 @@ def test_the_sum_is_that_of_the_reference(
     torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
+def test_weights_may_multiply_what_experts_read(dtype: torch.dtype, device: torch.device) -> None:
+    kernels, router = kernels_on(device), Router(6, 2, scores="logits", weighing="sigmoid", weighs_inputs=True)
+    routes, x = kernels.route(randn(1, 50, 6).to(device), router, dtype), randn(2, 50, HIDDEN).to(dtype).to(device)
+    routed = kernels.take_routed(x, routes, weighed=True)
+    assert torch.equal(routed[routes.places], (x[:, None] * routes.weights[..., None]).to(dtype))
+    summed = routed[routes.places].float().sum(1).to(dtype)
+    torch.testing.assert_close(kernels.combine(routed, routes, router), summed, rtol=2**-8, atol=0)
+
+
 def test_a_recorded_layer_runs_again_with_other_rows(device: torch.device) -> None:
     """All operations of a layer, in whose buffers anything was before."""
     kernels = kernels_on(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ FEWEST_LAYERS = {
 OF_EXPERTS = [family for family, shape in MIXTURES.items() if "kv_lora_rank" not in shape]
 """Those with latent attention run through transformers on a GPU."""
 
-OF_LISTS = ("granite_swa",)
+OF_LISTS = "granite_swa", "granitemoe_swa"
 """Those whose fields name each layer."""
 
 PROMPT = list(range(3, 31))
@@ -64,3 +65,16 @@ def test_tokens_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
     expected = tokens_of(Model(folder))
     assert [len(step) for step in expected] == [0, 2, 2]
     assert tokens_of(Model(folder, device="cuda")) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24}),
+        ("llama4_text", {"moe_layers": [0, 1], "num_local_experts": 4, "intermediate_size": 32}),
+    ],
+)
+def test_families_that_may_have_experts(family: str, shape: dict[str, Any], tmp_path: Path) -> None:
+    """Beside an MLP; and of one choice, whose weight multiplies what the expert reads."""
+    folder = make_checkpoint(tmp_path, family, **FEWEST_LAYERS[family] | shape)
+    assert tokens_of(Model(folder, device="cuda")) == tokens_of(Model(folder))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.gpu.kernels.experts.blocks import RowBlocks
+from executor_svc.gpu.kernels.experts.order import order_columns
 from executor_svc.gpu.kernels.experts.product import linear_of_experts
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
 from executor_svc.gpu.kernels.few_bits.linear import few_bits_of_experts
@@ -56,7 +57,7 @@ class DenseExperts:
         """Of the weight of an expert."""
         return self.weight.shape[1]
 
-    def multiply(self, x: Tensor, out: Tensor, blocks: RowBlocks, narrow: Tensor, scales: Tensor) -> None:
+    def multiply(self, x: Tensor, out: Tensor, blocks: RowBlocks, narrow: Tensor, scales: Tensor, _: Tensor) -> None:
         """As of `StackedExperts`."""
         if self.narrow_rows:
             quantize_rows(x, narrow, scales)
@@ -72,22 +73,26 @@ class FewBitsExperts:
     weight: FewBitsWeight
     added: Tensor
     """[E, out_features] float32."""
+    orders: Tensor | None = None
+    """[E, in_features] int64: stored column j multiplies x[:, orders[expert, j]]; None: all are in order."""
 
     @classmethod
     def of(cls, parts: Sequence[PackedRows]) -> Self:
-        """Take the weights, which are copied; raises ValueError for columns in another order."""
-        if any(part.order is not None for part in parts):
-            raise ValueError("columns of experts in another order (GPTQ's act-order) are not supported")
+        """Take the weights, which are copied."""
         weight = FewBitsWeight.together([part.weight for part in parts])
-        return cls(weight, torch.stack([part.added for part in parts]))
+        orders = [part.order for part in parts if part.order is not None]
+        return cls(weight, torch.stack([part.added for part in parts]), torch.stack(orders) if orders else None)
 
     @property
     def rows(self) -> int:
         """Of the weight of an expert."""
         return self.weight.rows
 
-    def multiply(self, x: Tensor, out: Tensor, blocks: RowBlocks, _: Tensor, __: Tensor) -> None:
+    def multiply(self, x: Tensor, out: Tensor, blocks: RowBlocks, _: Tensor, __: Tensor, ordered: Tensor) -> None:
         """As of `StackedExperts`."""
+        if self.orders is not None:
+            order_columns(x, self.orders, ordered, blocks)
+            x = ordered
         few_bits_of_experts(x, self.weight, self.added, out, blocks)
 
 
@@ -95,22 +100,25 @@ class StackedExperts:
     """The weights of experts of one shape and format, part by part, and their products with routed rows."""
 
     def __init__(self, linears: Sequence[StackableLinear]) -> None:
-        """Raises ValueError for linears that are not alike, or whose columns are in another order."""
+        """Raises ValueError for linears that are not alike."""
         parts = [_parts(each.linear) for each in linears]
         if any([_kind(part) for part in each] != [_kind(part) for part in parts[0]] for each in parts):
             raise ValueError("the experts of a layer differ in shape or format")
         self.in_features, self.out_features = linears[0].linear.in_features, linears[0].linear.out_features
         self._parts = [_stacked([each[place] for each in parts]) for place in range(len(parts[0]))]
+        self.has_orders = any(isinstance(part, FewBitsExperts) and part.orders is not None for part in self._parts)
         self.narrow_rows = any(isinstance(part, DenseExperts) and part.narrow_rows for part in self._parts)
 
-    def multiply(self, x: Tensor, out: Tensor, blocks: RowBlocks, narrow: Tensor, scales: Tensor) -> None:
+    def multiply(
+        self, x: Tensor, out: Tensor, blocks: RowBlocks, narrow: Tensor, scales: Tensor, ordered: Tensor
+    ) -> None:
         """Write the products of routed rows x [R, in_features] to out [R, out_features].
 
-        narrow, scales: if `narrow_rows`, memory for x in fp8 and its scales.
+        narrow, scales: if `narrow_rows`, memory for x in fp8 and its scales. ordered: if `has_orders`, memory for x.
         """
         first = 0
         for part in self._parts:
-            part.multiply(x, out[:, first : first + part.rows], blocks, narrow, scales)
+            part.multiply(x, out[:, first : first + part.rows], blocks, narrow, scales, ordered)
             first += part.rows
 
 
@@ -120,7 +128,7 @@ def _parts(linear: GpuLinear | GpuStoredLinear) -> Sequence[_Part]:
 
 def _kind(part: _Part) -> tuple[object, ...]:
     if isinstance(part, PackedRows):
-        return part.weight.layout, part.weight.rows
+        return part.weight.layout, part.weight.rows, part.order is None
     return type(part), part.weight.shape, part.weight.dtype, part.bias is None
 
 

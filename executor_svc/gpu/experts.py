@@ -61,13 +61,16 @@ class GpuExpertLinear:
         assert isinstance(routes, GpuRoutes)
         experts, kernels, rows = self._experts, self._kernels, len(x)
         y = kernels.new(f"experts {experts.out_features}", (rows, experts.out_features), x.dtype)
-        narrow = scales = x
+        narrow = scales = ordered = x
+        if experts.has_orders:
+            ordered = kernels.new("ordered rows", tuple(x.shape), x.dtype)
         if experts.narrow_rows:
             narrow = kernels.new("narrow rows", (rows, experts.in_features), torch.float8_e4m3fn)
             scales = kernels.new("scales of narrow rows", (rows,), torch.float32)
 
         def multiply(n: int) -> None:
-            experts.multiply(x[:n], y[:n], routes.blocks_of(n // routes.num_chosen), narrow[:n], scales[:n])
+            blocks = routes.blocks_of(n // routes.num_chosen)
+            experts.multiply(x[:n], y[:n], blocks, narrow[:n], scales[:n], ordered[:n])
 
         with kernels.routed(routes):
             return kernels.run(y, multiply)

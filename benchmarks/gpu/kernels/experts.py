@@ -116,9 +116,9 @@ def _time(bench: Bench, shape: ExpertShape, weights: Weights, layer: str, tokens
     out = torch.empty(routed, rows, dtype=torch.bfloat16, device=bench.device)
     narrow = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=bench.device)
     scales, blocks = torch.empty(routed, device=bench.device), routes.blocks_of(tokens)
-    experts.multiply(x, out, blocks, narrow, scales)
+    experts.multiply(x, out, blocks, narrow, scales, x)
     _check(weights, sample, routes, x, out)
-    seconds = bench.clock.seconds(lambda: experts.multiply(x, out, blocks, narrow, scales))
+    seconds = bench.clock.seconds(lambda: experts.multiply(x, out, blocks, narrow, scales, x))
     touched = int(routes.ids.unique().numel())
     dense_s = _time_dense(bench, touched * rows, columns, -(-routed // touched))
     size = _bytes_of(experts) * touched // shape.num_experts

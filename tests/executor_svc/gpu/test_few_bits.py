@@ -72,7 +72,7 @@ def test_tokens_of_a_checkpoint_are_those_of_its_numbers(tmp_path: Path, layout:
         Model(tmp_path / "few bits", quantization="int8", **GPU)
 
 
-@pytest.mark.parametrize("layout", ["gptq", "mxfp4", "GGUF"])
+@pytest.mark.parametrize("layout", ["gptq with desc_act", "mxfp4", "GGUF"])
 def test_tokens_of_a_mixture_in_few_bits_are_those_of_its_numbers(tmp_path: Path, layout: str) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 64}
     folder = make_checkpoint(tmp_path / "made", "qwen3_moe", num_hidden_layers=1, **shape)

@@ -242,9 +242,21 @@ def test_experts_that_are_not_alike_are_refused(device: torch.device) -> None:
     others, _ = in_few_bits(kernels, device, ["Q4_0"])
     with pytest.raises(ValueError, match="the experts of a layer differ in shape or format"):
         kernels.expert_linear([*linears[:4], others[4]])
-    kind = format_of("gptq 4", 256)
-    block = random_block(kind, 70, 256, 1)
-    weight = StoredLinear([BlockRows(kind, block, torch.arange(256).flip(0))], BFLOAT16)
-    ordered = RecordedLinear(GpuStoredLinear("test", weight, None, SumsWorkspace(device), FewBits()), kernels)
-    with pytest.raises(ValueError, match="columns of experts in another order"):
-        kernels.expert_linear([ordered, ordered])
+
+
+def test_experts_with_columns_in_orders_of_their_own(device: torch.device) -> None:
+    kernels, kind = kernels_on(device), format_of("gptq 4", 256)
+    linears, numbers = [], []
+    for seed in range(NUM_EXPERTS):
+        block = random_block(kind, 70, 256, seed)
+        order = torch.randperm(256, generator=torch.Generator().manual_seed(seed))
+        weight = StoredLinear([BlockRows(kind, block, order)], BFLOAT16)
+        linears.append(RecordedLinear(GpuStoredLinear("test", weight, None, SumsWorkspace(device), FewBits()), kernels))
+        dense = dequantize(block, kind)
+        numbers.append(torch.empty_like(dense).index_copy_(1, order, dense))
+    routes, x = routes_of(kernels, device, 20), randn(2, 20, 256).to(BFLOAT16).to(device)
+    routed = kernels.take_routed(x, routes)
+    found = kernels.expert_linear(linears)(routed, routes).cpu().double()
+    expected = expected_rows(routed.cpu(), routes, torch.stack(numbers), None)
+    magnitudes = expected_rows(routed.cpu().abs(), routes, torch.stack(numbers).abs(), None)
+    assert ((found - expected).abs() <= 2**-8 * (magnitudes + expected.abs())).all()

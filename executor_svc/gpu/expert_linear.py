@@ -80,8 +80,11 @@ class FewBitsExperts:
     def of(cls, parts: Sequence[PackedRows]) -> Self:
         """Take the weights, which are copied."""
         weight = FewBitsWeight.together([part.weight for part in parts])
-        orders = [part.order for part in parts if part.order is not None]
-        return cls(weight, torch.stack([part.added for part in parts]), torch.stack(orders) if orders else None)
+        added = torch.stack([part.added for part in parts])
+        if all(part.order is None for part in parts):
+            return cls(weight, added)
+        in_order = torch.arange(weight.columns, device=added.device)
+        return cls(weight, added, torch.stack([in_order if part.order is None else part.order for part in parts]))
 
     @property
     def rows(self) -> int:
@@ -128,7 +131,7 @@ def _parts(linear: GpuLinear | GpuStoredLinear) -> Sequence[_Part]:
 
 def _kind(part: _Part) -> tuple[object, ...]:
     if isinstance(part, PackedRows):
-        return part.weight.layout, part.weight.rows, part.order is None
+        return part.weight.layout, part.weight.rows
     return type(part), part.weight.shape, part.weight.dtype, part.bias is None
 
 

@@ -70,6 +70,7 @@ def write_merged(
     v_scale,
     sinks,
     head,
+    kv_head,
     start,
     num_kv_heads,
     group,
@@ -81,7 +82,10 @@ def write_merged(
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Write the results of the first num_there rows of a KV head; other arguments as in `merged` and `query_places`."""
+    """Write the results of the first num_there rows of a KV head; other arguments as in `merged` and `query_places`.
+
+    kv_head: whose scale values have.
+    """
     # More would spill: the other loop of such kernels needs more registers.
     chunk: tl.constexpr = 2 if out.dtype.element_ty == tl.float32 else 4 if HAS_SCALES or HAS_SINKS else 8
     at_once: tl.constexpr = 512 // PADDED
@@ -93,7 +97,7 @@ def write_merged(
             sink = sink_exponents(sinks, rows, head, group, softcap, HAS_SOFTCAP)
         result = merged(values, stats, num_rows, rows, there, count, sink, HEAD_SIZE, PADDED, MOST, chunk)
         if HAS_SCALES:
-            result *= tl.load(v_scale + head)
+            result *= tl.load(v_scale + kv_head)
         stride = num_kv_heads * group * HEAD_SIZE
         places = query_places(out, rows, rows // group, head, start, stride, group, HEAD_SIZE, PADDED)
         tl.store(places, result.to(out.dtype.element_ty), mask=rows_and_columns(there, HEAD_SIZE, PADDED))

@@ -84,6 +84,9 @@ def split_kernel(
     window,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MORE: tl.constexpr,
+    MORE_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -125,16 +128,20 @@ def split_kernel(
         return
     there = rows_and_columns(rows < num_rows, HEAD_SIZE, PADDED)
     low = first_seen(position, window, HAS_WINDOW)
-    q_places = query_places(q, rows, token, head, start, q_stride, group, HEAD_SIZE, PADDED)
-    query = tl.load(q_places, mask=there, other=0.0)
-    query, inner, outer = as_multiplied(query, head, k_scale, scale, softcap, HAS_SOFTCAP, HAS_SCALES)
+    q_places = query_places(q, rows, token, head, start, q_stride, group, WIDTH, PADDED)
+    query, more, kv_head = tl.load(q_places, mask=there, other=0.0), None, head
+    if MORE > 0:
+        last = query_places(q + (WIDTH - MORE), rows, token, head, start, q_stride, group, WIDTH, MORE_PADDED)
+        more = tl.load(last, mask=rows_and_columns(rows < num_rows, MORE, MORE_PADDED), other=0.0)
+        kv_head = 0  # all heads have the same keys
+    query, more, inner, outer = as_multiplied(query, more, kv_head, k_scale, scale, softcap, HAS_SOFTCAP, HAS_SCALES)
     first_record = (sequence * num_kv_heads + head).to(tl.int64) * (segments * records)
     values, weights = sums + first_record * HEAD_SIZE, stats + first_record * 2
     kept = values, weights, records, there, rows < num_rows
     acc, greatest, total = attend(
         query,
         cache,
-        head,
+        kv_head,
         block_tables + sequence.to(tl.int64) * table_stride,
         position + token,
         begin + first * size,
@@ -150,8 +157,12 @@ def split_kernel(
         inner,
         outer,
         window,
+        more,
         HEAD_SIZE,
         PADDED,
+        WIDTH,
+        MORE,
+        MORE_PADDED,
         TILE,
         HAS_WINDOW,
         HAS_SOFTCAP,
@@ -164,7 +175,7 @@ def split_kernel(
         if HAS_SINKS:
             exponents = sink_exponents(sinks, rows, head, group, softcap, HAS_SOFTCAP)
             acc, total = with_sink(acc, greatest, total, exponents)
-        result = divided(acc, total, head, v_scale, HAS_SCALES)
+        result = divided(acc, total, kv_head, v_scale, HAS_SCALES)
         tl.store(places, result.to(out.dtype.element_ty), mask=there)
     else:
         record((acc, greatest, total), after - 1, kept, HEAD_SIZE, PADDED)
@@ -174,8 +185,8 @@ def split_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(count, parts) - 1:
             tl.store(counter, 0)
             write_merged(
-                values, weights, records, num_rows, count, out, v_scale, sinks, head, start, num_kv_heads, group,
-                softcap, HEAD_SIZE, PADDED, MOST, HAS_SCALES, HAS_SINKS, HAS_SOFTCAP,
+                values, weights, records, num_rows, count, out, v_scale, sinks, head, kv_head, start, num_kv_heads,
+                group, softcap, HEAD_SIZE, PADDED, MOST, HAS_SCALES, HAS_SINKS, HAS_SOFTCAP,
             )  # fmt: skip
 
 

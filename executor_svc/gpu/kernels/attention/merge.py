@@ -64,7 +64,8 @@ def write_merged(
     values,
     stats,
     num_rows,
-    num_there,
+    begin,
+    end,
     count,
     out,
     v_scale,
@@ -82,16 +83,16 @@ def write_merged(
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Write the results of the first num_there rows of a KV head; other arguments as in `merged` and `query_places`.
+    """Write the results of rows begin to end - 1 of a KV head; other arguments as in `merged` and `query_places`.
 
     kv_head: whose scale values have.
     """
     # More would spill: the other loop of such kernels needs more registers.
     chunk: tl.constexpr = 2 if out.dtype.element_ty == tl.float32 else 4 if HAS_SCALES or HAS_SINKS else 8
     at_once: tl.constexpr = 512 // PADDED
-    for first in range(0, num_there, at_once):
+    for first in range(begin, end, at_once):
         rows = first + tl.arange(0, at_once)
-        there = rows < num_there
+        there = rows < end
         sink = None
         if HAS_SINKS:
             sink = sink_exponents(sinks, rows, head, group, softcap, HAS_SOFTCAP)

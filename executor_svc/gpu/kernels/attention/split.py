@@ -2,6 +2,7 @@
 
 As in Flash-Decoding (Dao et al., 2023); a sequence has one token, or as many as fit a tile, such as drafts. Segments
 depend on the sequence's length, the model and the GPU, not on the batch; the number of programs depends on the batch.
+Among latents each program has one segment, for what it leaves is as large as many keys, and a second kernel merges them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.config import DRAFTS_ROWS, AttentionKind, Phase
+from executor_svc.gpu.kernels.attention.config import DRAFTS_ROWS, AttentionConfig, AttentionKind, Phase, padded
 from executor_svc.gpu.kernels.attention.keys import attend
 from executor_svc.gpu.kernels.attention.merge import write_merged
 from executor_svc.gpu.kernels.attention.records import record, segments_of
@@ -30,6 +32,11 @@ from executor_svc.gpu.kernels.attention.tile import (
 )
 from executor_svc.gpu.kernels.attention.variants import cases, variants_of
 from executor_svc.gpu.kernels.variant import Variant
+
+
+_MERGE_WARPS, _MERGE_STAGES = 4, 2
+_SCRATCH = {"sums": "*fp32", "stats": "*fp32", "counters": "*i32"}
+"""Types of its arguments."""
 
 
 def split_tokens(kind: AttentionKind) -> int:
@@ -96,12 +103,13 @@ def split_kernel(
     COPIES: tl.constexpr,
     STAGES: tl.constexpr,
     MANY: tl.constexpr,
+    MERGES: tl.constexpr,
     MOST: tl.constexpr,
 ):
     """Process one of `parts` runs of segments of one sequence's KV head.
 
     Writes weighted values to sums [S, KVH, segments, max_tokens * H / KVH, D], and maximum and sum of the weights to
-    stats [the same, 2]. The last of a KV head's programs to end, found by counters [S, KVH], merges the segments.
+    stats [the same, 2]. With MERGES the last of a KV head's programs to end, found by counters [S, KVH], merges them.
     Without MANY max_tokens is 1.
     """
     program = tl.program_id(0)
@@ -179,15 +187,59 @@ def split_kernel(
         tl.store(places, result.to(out.dtype.element_ty), mask=there)
     else:
         record((acc, greatest, total), after - 1, kept, HEAD_SIZE, PADDED)
-        counter = counters + sequence * num_kv_heads + head
-        # Records of all threads are written before one thread counts, and read after.
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(count, parts) - 1:
-            tl.store(counter, 0)
-            write_merged(
-                values, weights, records, num_rows, count, out, v_scale, sinks, head, kv_head, start, num_kv_heads,
-                group, softcap, HEAD_SIZE, PADDED, MOST, HAS_SCALES, HAS_SINKS, HAS_SOFTCAP,
-            )  # fmt: skip
+        if MERGES:
+            counter = counters + sequence * num_kv_heads + head
+            # Records of all threads are written before one thread counts, and read after.
+            tl.debug_barrier()
+            if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(count, parts) - 1:
+                tl.store(counter, 0)
+                write_merged(
+                    values, weights, records, 0, num_rows, count, out, v_scale, sinks, head, kv_head, start,
+                    num_kv_heads, group, softcap, HEAD_SIZE, PADDED, MOST, HAS_SCALES, HAS_SINKS, HAS_SOFTCAP,
+                )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_kv_heads", "group", "segments", "least_tiles", "max_tokens"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "v_scale"],
+)
+def merge_kernel(
+    query_start_loc,
+    seq_lens,
+    out,
+    v_scale,
+    sums,
+    stats,
+    num_kv_heads,
+    group,
+    segments,
+    least_tiles,
+    max_tokens,
+    HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Merge the segments of a few rows of one block of heads among latents; arguments as in `split_kernel`."""
+    at_once: tl.constexpr = 512 // PADDED
+    records = max_tokens * group
+    program = tl.program_id(0)
+    tiles = tl.cdiv(records, at_once)
+    begin = program % tiles * at_once
+    head = program // tiles % num_kv_heads
+    sequence = program // (tiles * num_kv_heads)
+    start = tl.load(query_start_loc + sequence)
+    num_rows = (tl.load(query_start_loc + sequence + 1) - start) * group
+    _, _, count = segments_of(tl.load(seq_lens + sequence), 0, 0, segments, least_tiles, TILE, False)
+    if (begin >= num_rows) | (count == 1):
+        return
+    first_record = (sequence * num_kv_heads + head).to(tl.int64) * (segments * records)
+    write_merged(
+        sums + first_record * HEAD_SIZE, stats + first_record * 2, records, begin,
+        tl.minimum(begin + at_once, num_rows), count, out, v_scale, None, head, 0, start, num_kv_heads, group, 0.0,
+        HEAD_SIZE, PADDED, MOST, HAS_SCALES, False, False,
+    )  # fmt: skip
 
 
 def split_attention(
@@ -202,7 +254,9 @@ def split_attention(
     tokens = split_tokens(call.kind)
     if call.max_query_len > tokens:
         raise ValueError(f"max_query_len must be at most {tokens} for attention to be split")
-    most = segments.max_segments(call.num_kv_heads, num_sms)
+    merges = call.latent is None
+    parts = segments.parts(call.num_seqs, call.num_kv_heads, num_sms) if call.num_seqs else 1
+    most = segments.max_segments(call.num_kv_heads, num_sms) if merges else parts
     records = call.num_seqs * call.max_query_len * call.num_heads * most
     scratch.check(records * (call.head_size + 2), call.num_seqs * call.num_kv_heads)
     if not call.num_seqs:
@@ -210,7 +264,6 @@ def split_attention(
     many = call.max_query_len > 1
     config = call.config(Phase.DRAFTS if many else Phase.SPLIT, arch)
     sums, stats = scratch.floats, scratch.floats[records * call.head_size :]
-    parts = segments.parts(call.num_seqs, call.num_kv_heads, num_sms)
     least_tiles = max(1, segments.least_keys // config.tile)
     scale, softcap = call.factors()
     split_kernel[(call.num_seqs * parts * call.num_kv_heads,)](
@@ -241,25 +294,65 @@ def split_attention(
         scale,
         softcap,
         call.span,
-        **_split_constants(many),
+        **_split_constants(many, merges),
         **call.constants(config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
+    if not merges:
+        _merge(call, config, sums, stats, most, least_tiles)
 
 
-def _split_constants(many: bool) -> dict[str, Any]:
-    return {"MANY": many, "MOST": MAX_SEGMENTS}
+def _merge(
+    call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Tensor, segments: int, least_tiles: int
+) -> None:
+    """Write what segments among latents have left, as one result for each row."""
+    rows = max(1, 512 // padded(call.head_size))
+    tiles = -(-call.max_query_len * call.group // rows)
+    merge_kernel[(call.num_seqs * call.num_kv_heads * tiles,)](
+        call.query_start_loc,
+        call.seq_lens,
+        call.out,
+        call.v_scale,
+        sums,
+        stats,
+        call.num_kv_heads,
+        call.group,
+        segments,
+        least_tiles,
+        call.max_query_len,
+        **_merge_constants(call.kind, config),
+        num_warps=_MERGE_WARPS,
+        num_stages=_MERGE_STAGES,
+        enable_fp_fusion=True,
+    )
+
+
+def _merge_constants(kind: AttentionKind, config: AttentionConfig) -> dict[str, Any]:
+    sizes = {"HEAD_SIZE": kind.head_size, "PADDED": padded(kind.head_size), "TILE": config.tile}
+    return {**sizes, "HAS_SCALES": kind.scales, "MOST": MAX_SEGMENTS}
+
+
+def _split_constants(many: bool, merges: bool) -> dict[str, Any]:
+    return {"MANY": many, "MERGES": merges, "MOST": MAX_SEGMENTS}
 
 
 def variants() -> list[Variant]:
     """Return the variants compiled ahead of time: for one token and for several, each of `variants.cases`."""
     drafts = _variants(Phase.DRAFTS, " drafts")
-    return [*_variants(Phase.SPLIT, ""), *(replace(each, quick=False) for each in drafts)]
+    return [*_variants(Phase.SPLIT, ""), *(replace(each, quick=False) for each in drafts), *_merge_variants()]
 
 
 def _variants(phase: Phase, mark: str) -> list[Variant]:
-    scratch = {"sums": "*fp32", "stats": "*fp32", "counters": "*i32"}
-    fixed = _split_constants(phase is Phase.DRAFTS)
-    return variants_of(split_kernel, f"attention split{mark}", phase, cases(phase), lambda _: fixed, scratch)
+    name, many = f"attention split{mark}", phase is Phase.DRAFTS
+    known = [kind for kind in cases(phase) if not kind.more]
+    latents = [kind for kind in cases(phase) if kind.more]
+    found = variants_of(split_kernel, name, phase, known, lambda _: _split_constants(many, True), _SCRATCH)
+    return found + variants_of(split_kernel, name, phase, latents, lambda _: _split_constants(many, False), _SCRATCH)
+
+
+def _merge_variants() -> list[Variant]:
+    latents = [kind for kind in cases(Phase.SPLIT) if kind.more and not kind.wide]
+    found = variants_of(merge_kernel, "attention merge", Phase.SPLIT, latents, lambda _: {"MOST": MAX_SEGMENTS}, _SCRATCH)
+    return [replace(each, num_warps=_MERGE_WARPS, num_stages=_MERGE_STAGES) for each in found]

@@ -235,7 +235,7 @@ def variants() -> list[Variant]:
     """Return the configurations compiled ahead of time: of 512 and 64 columns, in rows as wide as a query's latent."""
     found = []
     for dtype in DTYPES.values():
-        for weight, cache in ((dtype, dtype), ("fp32", dtype), (dtype, "fp8e4nv")):
+        for weight, cache in dict.fromkeys(((dtype, dtype), ("fp32", dtype), (dtype, "fp8e4nv"))):
             scaled = cache != dtype
             if scaled and dtype == "fp32":
                 continue

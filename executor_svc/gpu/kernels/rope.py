@@ -35,7 +35,9 @@ def load_heads(source, heads, rows, columns, SIZE: tl.constexpr, WIDTH: tl.const
 
 
 @triton.jit
-def store_heads(value, scale, heads, rows, columns, into, STRIDE: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr):
+def store_heads(
+    value, scale, heads, rows, columns, into, STRIDE: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr
+):
     """Write value [rows, columns] to heads STRIDE apart, divided by each head's scale if they are fp8."""
     mask = (rows < heads)[:, None] & (columns < WIDTH)[None, :]
     if SCALED:

@@ -2,7 +2,7 @@
 
 As in Flash-Decoding (Dao et al., 2023); a sequence has one token, or as many as fit a tile, such as drafts. Segments
 depend on the sequence's length, the model and the GPU, not on the batch; the number of programs depends on the batch.
-Among latents each program has one segment, for what it leaves is as large as many keys, and a second kernel merges them.
+Among latents each program has one segment, since what it leaves is as large as many keys; a second kernel merges them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from executor_svc.gpu.kernels.attention.tile import (
 )
 from executor_svc.gpu.kernels.attention.variants import cases, variants_of
 from executor_svc.gpu.kernels.variant import Variant
-
 
 _MERGE_WARPS, _MERGE_STAGES = 4, 2
 _SCRATCH = {"sums": "*fp32", "stats": "*fp32", "counters": "*i32"}
@@ -354,5 +353,7 @@ def _variants(phase: Phase, mark: str) -> list[Variant]:
 
 def _merge_variants() -> list[Variant]:
     latents = [kind for kind in cases(Phase.SPLIT) if kind.more and not kind.wide]
-    found = variants_of(merge_kernel, "attention merge", Phase.SPLIT, latents, lambda _: {"MOST": MAX_SEGMENTS}, _SCRATCH)
+    found = variants_of(
+        merge_kernel, "attention merge", Phase.SPLIT, latents, lambda _: {"MOST": MAX_SEGMENTS}, _SCRATCH
+    )
     return [replace(each, num_warps=_MERGE_WARPS, num_stages=_MERGE_STAGES) for each in found]

@@ -75,7 +75,6 @@ def cases(phase: Phase) -> Iterator[AttentionKind]:
             if head_size == _CHUNKED and window and not softcap and not sinks and block_size == _ANY_BLOCK:
                 yield replace(kind, chunked=True)
 
-
     for (latent, rope), (dtype, kv_dtype), group in product(_LATENTS, _dtypes(), groups):
         if dtype != torch.float32 or (phase is not Phase.DRAFTS and group == 1):
             yield AttentionKind(latent, dtype, kv_dtype, _ANY_BLOCK, group, more=rope)

@@ -98,9 +98,7 @@ def check(
     expected = reference.latent_attention(rotated, absorb, expand, kept, *where)
     linears = kernels.head_linear(absorb.to(device)), kernels.head_linear(expand.to(device))
     plan.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
-    attended = kernels.latent_attention(
-        q.to(device), ropes(batch.positions), *linears, layer, shape, plan, scales
-    )
+    attended = kernels.latent_attention(q.to(device), ropes(batch.positions), *linears, layer, shape, plan, scales)
     rtol, atol = TOLERANCES[dtype]
     torch.testing.assert_close(attended.cpu().double(), expected, rtol=rtol, atol=atol)
 

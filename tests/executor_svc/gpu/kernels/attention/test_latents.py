@@ -9,7 +9,13 @@ import torch
 
 from executor_svc.gpu.kernels.attention.attention import attention
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.config import DRAFTS_ROWS, AttentionKind, Phase, attention_config, heads_of_block
+from executor_svc.gpu.kernels.attention.config import (
+    DRAFTS_ROWS,
+    AttentionKind,
+    Phase,
+    attention_config,
+    heads_of_block,
+)
 from executor_svc.gpu.kernels.attention.segments import LATENT_SEGMENTS, Segments, SegmentScratch
 from executor_svc.gpu.kernels.attention.split import split_attention
 from tests.executor_svc.gpu.kernels.attention.cases import ARCH, F8, Chunks, Sizes, check, make_latent_call
@@ -105,9 +111,9 @@ def test_scratch_is_enough_for_each_batch_that_is_split(device: torch.device) ->
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     call = make_latent_call([(30, 1)], TINY, device)
-    with pytest.raises(ValueError, match="^q must be"):
+    with pytest.raises(ValueError, match=r"^q must be"):
         attention(replace(call, latent=48), ARCH)
-    with pytest.raises(ValueError, match="^latent must"):
+    with pytest.raises(ValueError, match=r"^latent must"):
         attention(replace(call, latent=600), ARCH)
-    with pytest.raises(ValueError, match="^out must"):
+    with pytest.raises(ValueError, match=r"^out must"):
         attention(replace(call, latent=16), ARCH)

@@ -220,6 +220,8 @@ _LATENT = {
 Keys are their own values, so that a tile of 64 keys has the memory of two. Rows are few for the 512 columns of sums.
 """
 _LATENT_AMPERE = _LATENT | {("16", False): AttentionConfig(DECODE_ROWS, 32, 8, 3)}
+_LATENT_NARROW = {("16", False): AttentionConfig(DECODE_ROWS, 32, 4, 3)}
+"""For up to 256 columns: with 8 warps split decodes spill."""
 _LATENT_SMALL = {
     ("16", False): AttentionConfig(DECODE_ROWS, 16, 8, 3),
     ("fp8", False): AttentionConfig(DECODE_ROWS, 32, 8, 2),
@@ -252,6 +254,7 @@ def attention_config(kind: AttentionKind, phase: Phase, arch: int) -> AttentionC
     width = "32" if kind.dtype == torch.float32 else "fp8" if kind.scales else "16"
     if kind.more:
         latents = _LATENT_SMALL if arch in _SMALL_ARCHS else _LATENT_AMPERE if arch < 90 else _LATENT
+        latents = latents | _LATENT_NARROW if kind.head_size <= 256 else latents
         return latents[width, kind.wide or phase not in _DECODES]
     copies = _may_copy(kind, phase, arch)
     config = _table(kind, phase, arch, copies).get((width, padded(kind.head_size)))

@@ -17,13 +17,12 @@ from tests.helpers.models.golden import transformers_greedy, transformers_model
 pytestmark = pytest.mark.slow
 
 PROMPT = list(range(3, 63))
-DENSE = {"num_hidden_layers": 2, "first_k_dense_replace": 2}
 
 
 @pytest.mark.parametrize("family", short_and_long(["deepseek_v2", "deepseek_v3", "mistral4"], ["deepseek_v3"]))
 def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """A prompt in chunks, another beside the last of them, decodes, a swap to other blocks, and a fork of both."""
-    folder = make_checkpoint(tmp_path, family, **DENSE)
+    folder = make_checkpoint(tmp_path, family, num_hidden_layers=2)
     reference = transformers_model(folder)
     wanted, beside = (transformers_greedy(reference, prompt, 6).tokens for prompt in (PROMPT, PROMPT[20:50]))
     stepper = Stepper(Model(folder, device="cuda", num_cpu_blocks=9))

@@ -128,12 +128,15 @@ def attention_kernel(
     there = rows_and_columns(token < count, HEAD_SIZE, PADDED)
     first_token = start + first
     q_places = query_places(q, rows, token, head, first_token, q_stride, group, WIDTH, PADDED)
-    query, more, kv_head = tl.load(q_places, mask=there, other=0.0), None, head
+    query = tl.load(q_places, mask=there, other=0.0)
+    more, kv_head = query, head
     if MORE > 0:
         last = query_places(q + (WIDTH - MORE), rows, token, head, first_token, q_stride, group, WIDTH, MORE_PADDED)
         more = tl.load(last, mask=rows_and_columns(token < count, MORE, MORE_PADDED), other=0.0)
         kv_head = 0  # all heads have the same keys
-    query, more, inner, outer = as_multiplied(query, more, kv_head, k_scale, scale, softcap, HAS_SOFTCAP, HAS_SCALES)
+    query, more, inner, outer = as_multiplied(
+        query, more, kv_head, k_scale, scale, softcap, MORE, HAS_SOFTCAP, HAS_SCALES
+    )
     low = first_seen(position, window, HAS_WINDOW)
     high = tl.where(length > 0, position + count, 0)
     clear_from = tl.cdiv(first_seen(position + count - 1, window, HAS_WINDOW), TILE)

@@ -93,7 +93,7 @@ def attend(
         low, high: some row attends to each of the keys low to high - 1; other keys have no effect.
         clear_from, clear_to: every row attends to all keys of the tiles clear_from to clear_to - 1.
         q_more: [ROWS, MORE_PADDED], of queries what only keys have: the last MORE of their WIDTH columns. The first
-        HEAD_SIZE are values too, as latents are. None, with MORE 0: values are numbers of their own.
+        HEAD_SIZE are values too, as latents are. Anything, with MORE 0: values are numbers of their own.
         segments: None, or index of the first segment and tiles of a segment, the sequence's first tile, and what
         `record` writes to: what is returned is of the last segment then, the others are recorded.
     """

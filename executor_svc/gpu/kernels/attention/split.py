@@ -136,12 +136,15 @@ def split_kernel(
     there = rows_and_columns(rows < num_rows, HEAD_SIZE, PADDED)
     low = first_seen(position, window, HAS_WINDOW)
     q_places = query_places(q, rows, token, head, start, q_stride, group, WIDTH, PADDED)
-    query, more, kv_head = tl.load(q_places, mask=there, other=0.0), None, head
+    query = tl.load(q_places, mask=there, other=0.0)
+    more, kv_head = query, head
     if MORE > 0:
         last = query_places(q + (WIDTH - MORE), rows, token, head, start, q_stride, group, WIDTH, MORE_PADDED)
         more = tl.load(last, mask=rows_and_columns(rows < num_rows, MORE, MORE_PADDED), other=0.0)
         kv_head = 0  # all heads have the same keys
-    query, more, inner, outer = as_multiplied(query, more, kv_head, k_scale, scale, softcap, HAS_SOFTCAP, HAS_SCALES)
+    query, more, inner, outer = as_multiplied(
+        query, more, kv_head, k_scale, scale, softcap, MORE, HAS_SOFTCAP, HAS_SCALES
+    )
     first_record = (sequence * num_kv_heads + head).to(tl.int64) * (segments * records)
     values, weights = sums + first_record * HEAD_SIZE, stats + first_record * 2
     kept = values, weights, records, there, rows < num_rows

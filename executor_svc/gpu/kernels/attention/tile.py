@@ -43,10 +43,12 @@ def rows_and_columns(rows, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def as_multiplied(q, more, head, k_scale, scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr):
+def as_multiplied(
+    q, more, head, k_scale, scale, softcap, MORE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr
+):
     """Return q [ROWS, PADDED] for the product with keys, and two factors per row: of q k, and of the capped score.
 
-    more: further columns of queries, or None; those for the product come second.
+    more: with MORE, further columns of the queries; those for the product come second.
 
     Keys and values in fp8 are multiplied in fp16, which represents them exactly: a power of 2 per row scales q into its
     range. Values below 2^-14 of a row's largest lose bits by that, less than the row's rounding.
@@ -56,13 +58,13 @@ def as_multiplied(q, more, head, k_scale, scale, softcap, HAS_SOFTCAP: tl.conste
         factor *= tl.load(k_scale + head)
         if q.dtype != tl.float16:
             greatest = tl.max(tl.abs(q.to(tl.float32)), 1)
-            if more is not None:
+            if MORE > 0:
                 greatest = tl.maximum(greatest, tl.max(tl.abs(more.to(tl.float32)), 1))
             # At least 2^-63: a factor of 0 would turn a score of -inf into NaN.
             exponent = tl.maximum(greatest.to(tl.int32, bitcast=True) & 0x7F800000, 0x20000000)
             inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
             q = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
-            if more is not None:
+            if MORE > 0:
                 more = (more.to(tl.float32) * inverse[:, None]).to(tl.float16)
             factor *= exponent.to(tl.float32, bitcast=True)
     outer = factor

@@ -109,12 +109,13 @@ def _time(bench: Bench, sizes: LatentSizes) -> Metrics:
 
     attend()
     _check(q, pool, found, sizes, tables)
-    linears = [kernels.head_linear(_random(bench, sizes.num_heads, *of)) for of in ((latent, nope), (value, latent))]
+    absorb = kernels.head_linear(_random(bench, sizes.num_heads, latent, nope))
+    expand = kernels.head_linear(_random(bench, sizes.num_heads, value, latent))
     angles = _random(bench, sizes.context, rope)
     given = Rope(angles, angles, torch.zeros(tokens, dtype=torch.int64, device=bench.device))
     queries = _random(bench, tokens, sizes.num_heads * (nope + rope))
     with kernels.recording() as recording:
-        kernels.latent_attention(queries, given, *linears, pool, shape, plan)
+        kernels.latent_attention(queries, given, absorb, expand, pool, shape, plan)
         program = recording.program()
     program.run(rows=tokens)
     seconds, whole = bench.clock.seconds(attend), bench.clock.seconds(lambda: program.run(rows=tokens))

@@ -215,7 +215,7 @@ def _half(rotated: int) -> int:
 
 def _columns(constants: dict[str, Any]) -> int:
     """Return the columns of a head that a program has at once."""
-    return max(2 * constants["HALF"], constants["PAD"], constants["PLAIN"] if constants["MULTIPLIED"] else 0)
+    return max(2 * int(constants["HALF"]), int(constants["PAD"]), constants["MULTIPLIED"] * int(constants["PLAIN"]))
 
 
 def _check_rope(x: Tensor, rope: Rope) -> None:

@@ -215,7 +215,8 @@ def _half(rotated: int) -> int:
 
 def _columns(constants: dict[str, Any]) -> int:
     """Return the columns of a head that a program has at once."""
-    return max(2 * int(constants["HALF"]), int(constants["PAD"]), constants["MULTIPLIED"] * int(constants["PLAIN"]))
+    plain = int(constants["PLAIN"]) if constants["MULTIPLIED"] else 0
+    return max(2 * int(constants["HALF"]), int(constants["PAD"]), plain)
 
 
 def _check_rope(x: Tensor, rope: Rope) -> None:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.config import DRAFTS_ROWS, AttentionConfig, AttentionKind, Phase, padded
+from executor_svc.gpu.kernels.attention.config import DRAFTS_ROWS, AttentionKind, Phase
 from executor_svc.gpu.kernels.attention.keys import attend
-from executor_svc.gpu.kernels.attention.merge import write_merged
+from executor_svc.gpu.kernels.attention.merge import merge_segments, write_merged
 from executor_svc.gpu.kernels.attention.records import record, segments_of
 from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, Segments, SegmentScratch, default_segments
 from executor_svc.gpu.kernels.attention.tile import (
@@ -33,7 +32,6 @@ from executor_svc.gpu.kernels.attention.tile import (
 from executor_svc.gpu.kernels.attention.variants import cases, variants_of
 from executor_svc.gpu.kernels.variant import Variant
 
-_MERGE_WARPS, _MERGE_STAGES = 4, 2
 _SCRATCH = {"sums": "*fp32", "stats": "*fp32", "counters": "*i32"}
 """Types of its arguments."""
 
@@ -201,49 +199,6 @@ def split_kernel(
                 )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["num_kv_heads", "group", "segments", "least_tiles", "max_tokens"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "v_scale"],
-)
-def merge_kernel(
-    query_start_loc,
-    seq_lens,
-    out,
-    v_scale,
-    sums,
-    stats,
-    num_kv_heads,
-    group,
-    segments,
-    least_tiles,
-    max_tokens,
-    HEAD_SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    MOST: tl.constexpr,
-):
-    """Merge the segments of a few rows of one block of heads among latents; arguments as in `split_kernel`."""
-    at_once: tl.constexpr = 512 // PADDED
-    records = max_tokens * group
-    program = tl.program_id(0)
-    tiles = tl.cdiv(records, at_once)
-    begin = program % tiles * at_once
-    head = program // tiles % num_kv_heads
-    sequence = program // (tiles * num_kv_heads)
-    start = tl.load(query_start_loc + sequence)
-    num_rows = (tl.load(query_start_loc + sequence + 1) - start) * group
-    _, _, count = segments_of(tl.load(seq_lens + sequence), 0, 0, segments, least_tiles, TILE, False)
-    if (begin >= num_rows) | (count == 1):
-        return
-    first_record = (sequence * num_kv_heads + head).to(tl.int64) * (segments * records)
-    write_merged(
-        sums + first_record * HEAD_SIZE, stats + first_record * 2, records, begin,
-        tl.minimum(begin + at_once, num_rows), count, out, v_scale, None, head, 0, start, num_kv_heads, group, 0.0,
-        HEAD_SIZE, PADDED, MOST, HAS_SCALES, False, False,
-    )  # fmt: skip
-
-
 def split_attention(
     call: AttentionCall, arch: int, scratch: SegmentScratch, num_sms: int, segments: Segments | None = None
 ) -> None:
@@ -303,37 +258,7 @@ def split_attention(
         enable_fp_fusion=True,
     )
     if not merges:
-        _merge(call, config, sums, stats, most, least_tiles)
-
-
-def _merge(
-    call: AttentionCall, config: AttentionConfig, sums: Tensor, stats: Tensor, segments: int, least_tiles: int
-) -> None:
-    """Write what segments among latents have left, as one result for each row."""
-    rows = max(1, 512 // padded(call.head_size))
-    tiles = -(-call.max_query_len * call.group // rows)
-    merge_kernel[(call.num_seqs * call.num_kv_heads * tiles,)](
-        call.query_start_loc,
-        call.seq_lens,
-        call.out,
-        call.v_scale,
-        sums,
-        stats,
-        call.num_kv_heads,
-        call.group,
-        segments,
-        least_tiles,
-        call.max_query_len,
-        **_merge_constants(call.kind, config),
-        num_warps=_MERGE_WARPS,
-        num_stages=_MERGE_STAGES,
-        enable_fp_fusion=True,
-    )
-
-
-def _merge_constants(kind: AttentionKind, config: AttentionConfig) -> dict[str, Any]:
-    sizes = {"HEAD_SIZE": kind.head_size, "PADDED": padded(kind.head_size), "TILE": config.tile}
-    return {**sizes, "HAS_SCALES": kind.scales, "MOST": MAX_SEGMENTS}
+        merge_segments(call, config, sums, stats, most, least_tiles)
 
 
 def _split_constants(many: bool, merges: bool) -> dict[str, Any]:
@@ -343,7 +268,7 @@ def _split_constants(many: bool, merges: bool) -> dict[str, Any]:
 def variants() -> list[Variant]:
     """Return the variants compiled ahead of time: for one token and for several, each of `variants.cases`."""
     drafts = _variants(Phase.DRAFTS, " drafts")
-    return [*_variants(Phase.SPLIT, ""), *(replace(each, quick=False) for each in drafts), *_merge_variants()]
+    return [*_variants(Phase.SPLIT, ""), *(replace(each, quick=False) for each in drafts)]
 
 
 def _variants(phase: Phase, mark: str) -> list[Variant]:
@@ -352,11 +277,3 @@ def _variants(phase: Phase, mark: str) -> list[Variant]:
     latents = [kind for kind in cases(phase) if kind.more]
     found = variants_of(split_kernel, name, phase, known, lambda _: _split_constants(many, True), _SCRATCH)
     return found + variants_of(split_kernel, name, phase, latents, lambda _: _split_constants(many, False), _SCRATCH)
-
-
-def _merge_variants() -> list[Variant]:
-    latents = [kind for kind in cases(Phase.SPLIT) if kind.more and not kind.wide]
-    found = variants_of(
-        merge_kernel, "attention merge", Phase.SPLIT, latents, lambda _: {"MOST": MAX_SEGMENTS}, _SCRATCH
-    )
-    return [replace(each, num_warps=_MERGE_WARPS, num_stages=_MERGE_STAGES) for each in found]

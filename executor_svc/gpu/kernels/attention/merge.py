@@ -200,4 +200,5 @@ def variants() -> list[Variant]:
         lambda _: {"MOST": MAX_SEGMENTS},
         {"sums": "*fp32", "stats": "*fp32"},
     )
-    return [replace(each, num_warps=_WARPS, num_stages=_STAGES) for each in found]
+    launched = (replace(each, num_warps=_WARPS, num_stages=_STAGES) for each in found)
+    return [replace(each, quick=each.name == "attention merge 512 bf16 latent sm90") for each in launched]

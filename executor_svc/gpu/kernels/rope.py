@@ -23,8 +23,7 @@ FP8 = torch.float8_e4m3fn
 FP8_LARGEST = tl.constexpr(448.0)
 
 _HEAD_MULTIPLE = 8
-_MAX_ELEMENTS = 2048
-_MAX_WARPS = 4
+_MAX_ELEMENTS, _MAX_WARPS = 2048, 4
 
 
 @triton.jit
@@ -308,7 +307,9 @@ def rope_constants(
     num_heads, kv_heads = heads
     half = max(1, triton.next_power_of_2(rotated // 2))
     rest = triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0
-    most = _MAX_ELEMENTS // triton.next_power_of_2(2 * half + rest)
+    columns = triton.next_power_of_2(2 * half + rest)
+    many = normed and (head_size > 256 or (scaled and columns > head_size))  # for the registers
+    most = _MAX_ELEMENTS // (2 if many else 1) // columns
     return {
         "H": num_heads,
         "KVH": kv_heads,

@@ -18,7 +18,6 @@ from cadenza_common.hub.download import repo_of
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.interface import Device
-from executor_svc.device.latent import LatentKernels
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.adapters.reading import BaseTable
@@ -124,7 +123,7 @@ def load_model(
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
     if (reason := refused_architecture(checkpoint.names)) is not None:
         raise LoaderError(f"model folder {checkpoint.folder}: {reason}")
-    if checkpoint.architecture is not None and _has_kernels(device, checkpoint):
+    if checkpoint.architecture is not None:
         return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes, join)
     if join is not None:
         raise LoaderError(
@@ -132,15 +131,6 @@ def load_model(
             "--tensor-parallel-size needs"
         )
     return load_through_transformers(config, device, checkpoint.folder, checkpoint.content, checkpoint.names)
-
-
-def _has_kernels(device: Device, checkpoint: Checkpoint) -> bool:
-    """Return whether the device has kernels of all parts of an architecture with code in Cadenza."""
-    if isinstance(device.kernels, LatentKernels) or not checkpoint.read_spec().has_latents:
-        return True
-    if checkpoint.gguf is not None:
-        raise LoaderError(f"--model {checkpoint.folder}: models with latent attention in GGUF need --device cpu")
-    return False
 
 
 ReadEnds = Callable[[bool, bool], Ends]

@@ -125,7 +125,7 @@ def load_model(
     if checkpoint.architecture is not None and _has_kernels(device, checkpoint):
         return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes, join)
     if join is not None:
-        missing = "code in Cadenza" if checkpoint.architecture is None else "kernels of experts on this device"
+        missing = "code in Cadenza" if checkpoint.architecture is None else "kernels on this device"
         raise LoaderError(
             f"model folder {checkpoint.folder}: {', '.join(checkpoint.names)} has no {missing}, which "
             "--tensor-parallel-size needs"

@@ -33,6 +33,7 @@ from tests.helpers.models.golden import random_prompts, teacher_forced, transfor
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
 
 FAMILIES = {
+    "deepseek_v3": 2,
     "ernie4_5_moe": 2,
     "glm4_moe": 2,
     "gpt_oss": 2,
@@ -62,7 +63,7 @@ def logits_of(threads: RankThreads, tokens: list[int], *chunks: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "family", short_and_long(FAMILIES, ["glm4_moe", "gpt_oss", "granitemoe", "olmoe", "qwen2_moe"])
+    "family", short_and_long(FAMILIES, ["deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "olmoe", "qwen2_moe"])
 )
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     """And the bits of a row do not depend on the rows beside it."""

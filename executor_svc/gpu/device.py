@@ -66,6 +66,7 @@ class GpuDevice:
         for option, value, not_here in (
             ("--quantization", config.quantization, "int4"),
             ("--quantized-activations", config.quantized_activations, "int8"),
+            ("--expert-weights", config.expert_weights, "mapped"),
             ("--save-quantized", config.save_quantized, config.save_quantized),
         ):
             if value is not None and value == not_here:

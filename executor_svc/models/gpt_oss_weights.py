@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from executor_svc.device.file_rows import FileRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.checkpoint import SafetensorsWeights
@@ -55,7 +56,8 @@ class GptOssWeights(SafetensorsWeights):
                 yield QuantBlock(unpack_bytes(packed.flatten(1), 4), exponents)
             self._hashes[f"{prefix}.weight"], self._counts[f"{prefix}.weight"] = content.digest(), rows * columns
 
-        return LazyRows(shape, _KIND, read)
+        in_file = replace(place.rows(codes), stored_as="MXFP4 with scales apart", scales=place.rows(scales))
+        return LazyRows(shape, _KIND, read, file=in_file)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         found = _EXPERT.fullmatch(name)
@@ -74,6 +76,10 @@ class GptOssWeights(SafetensorsWeights):
         own = (whole.t() if len(shape) == 2 else whole)[place.first :: place.step]
         for part in row_ranges(len(own), rows):
             yield own[part].contiguous()
+
+    def rows_in_file(self, name: str, shape: tuple[int, ...]) -> FileRows | None:
+        """As in `Weights`: rows of experts are columns of the file."""
+        return super().rows_in_file(name, shape) if _EXPERT.fullmatch(name) is None else None
 
     def _dense(self, place: _Place, shape: tuple[int, ...]) -> StoredTensor:
         """Return an expert's matrix, transposed, or its bias, with the rows of gate and of up."""
@@ -106,6 +112,14 @@ class _Place:
         self.step = 1 if found[3] == "down" else 2
         self.first = 1 if found[3] == "up" else 0
         """Of its rows, and from one to the next."""
+
+    def rows(self, stored: StoredTensor) -> FileRows:
+        """Return where its rows of an expert's matrix are."""
+        whole = stored.in_file()
+        row_bytes = whole.num_bytes // stored.shape[0]
+        start, stride = self.first * row_bytes, self.step * row_bytes
+        num_bytes = whole.num_bytes - (self.step - 1) * row_bytes
+        return FileRows(whole.path, whole.offset + start, num_bytes, whole.stored_as, stride)
 
 
 def _fused(found: re.Match[str]) -> str:

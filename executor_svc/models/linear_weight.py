@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.dense_rows import DequantizedRows
+from executor_svc.device.file_rows import FileRows, InFile
 from executor_svc.device.kernels import AttentionShape, WeightRows
 from executor_svc.device.stored_linear import QuantBlock, QuantRows, StoredLinear
 from executor_svc.models.base import StoredWeight
@@ -43,6 +44,17 @@ class LinearWeight:
         self._multiple = multiple
         self.dtype = dtype
         self.shape = shape or (sum(part.shape[0] for part in parts), self._columns)
+
+    @property
+    def stored(self) -> list[LinearWeight]:
+        """The stored tensors, each as the weight of a linear of its own; their rows are not changed."""
+        assert not self._widen
+        return [LinearWeight([part], self.dtype) for part in self._parts]
+
+    def in_file(self) -> FileRows | None:
+        """As in `device.file_rows.InFile`."""
+        (part,) = self._parts
+        return part.in_file() if isinstance(part, InFile) and not self._widen else None
 
     def blocks(self, num_bytes: int, multiple: int) -> Iterator[Tensor]:
         """As in `WeightRows`."""

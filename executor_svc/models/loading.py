@@ -126,8 +126,9 @@ def load_model(
     if checkpoint.architecture is not None:
         return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes, join)
     if join is not None:
+        missing = "code in Cadenza" if checkpoint.architecture is None else "kernels on this device"
         raise LoaderError(
-            f"model folder {checkpoint.folder}: {', '.join(checkpoint.names)} has no code in Cadenza, which "
+            f"model folder {checkpoint.folder}: {', '.join(checkpoint.names)} has no {missing}, which "
             "--tensor-parallel-size needs"
         )
     return load_through_transformers(config, device, checkpoint.folder, checkpoint.content, checkpoint.names)
@@ -156,6 +157,8 @@ def _load_own(
     join: Join | None,
 ) -> LoadedModel:
     spec = checkpoint.read_spec()
+    if config.expert_weights == "mapped" and not spec.has_experts:
+        raise LoaderError(f"--expert-weights mapped: {architecture} has no experts")
     ranks = None if join is None else _join(join, spec, checkpoint.folder)
     eos, bos = _special_tokens(checkpoint.folder, checkpoint.content, checkpoint.gguf)
     max_model_len = _max_model_len(config, spec.context_limit)
@@ -211,6 +214,10 @@ def load_through_transformers(
     architecture = choice.find_architecture(names, model_type)
     if architecture is None:
         raise LoaderError(f"model folder {folder}: {unknown_architecture(names, model_type)}")
+    if config.expert_weights == "mapped":
+        raise LoaderError(
+            f"--expert-weights mapped: {architecture} runs through transformers' own code, which has all in memory"
+        )
     if config.numerics == "exact":
         raise LoaderError(
             f"model folder {folder}: {architecture} runs through transformers' own code, where --numerics exact can "
@@ -298,7 +305,8 @@ def _geometry(
         max_model_len=max_model_len,
         dtype=str(device.dtype).removeprefix("torch."),
         num_parameters=num_parameters,
-        weight_bytes=num_parameters * device.dtype.itemsize - device.few_bits.saved_bytes,
+        # Of all ranks: this one has saved its part.
+        weight_bytes=num_parameters * device.dtype.itemsize - device.few_bits.saved_bytes * config.tensor_parallel_size,
         weights=device.few_bits.described(str(device.dtype).removeprefix("torch.")),
         windows=model.windows,
         layer_heads=model.layer_heads,

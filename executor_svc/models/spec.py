@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from executor_svc.device.experts import Router
+from executor_svc.device.experts import Router, own_experts
 from executor_svc.device.kernels import HeadNormKind
+from executor_svc.device.ranks import WHOLE, Share
 from executor_svc.models.file_form import HEAD as HEAD
 from executor_svc.models.file_form import TABLE as TABLE
 from executor_svc.models.file_form import FileForm
@@ -93,6 +95,13 @@ class ExpertsSpec:
     """Whether the router and the experts have biases."""
     activation: ClippedSwiglu | None = None
     """None: the model's."""
+    share: Share = field(default=WHOLE, repr=False)
+    """Of a rank: it has these experts alone."""
+
+    @property
+    def own(self) -> range:
+        """The experts that there are here."""
+        return own_experts(self.router.num_experts, self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +271,18 @@ class DecoderSpec:
         unchosen = ((each.router.num_experts - each.router.num_chosen) * each.intermediate_size for each in layers)
         return 3 * self.hidden_size * sum(unchosen)
 
+    @property
+    def num_expert_elements(self) -> int:
+        """The number of elements of the linears of experts, without what all tokens share."""
+        counts = (
+            math.prod(shape)
+            for layer in self.layers
+            if layer.experts is not None
+            for expert in layer.experts.own
+            for _, shape in shapes_of_expert(layer.experts, expert, self.hidden_size)
+        )
+        return sum(counts)
+
     def sizes(self, index: int) -> LayerSizes:
         """Return the sizes of a layer."""
         own = self.layers[index].sizes
@@ -359,14 +380,19 @@ def _biased_rows(spec: DecoderSpec, index: int) -> Iterable[str]:
 
 def expert_shapes(experts: ExpertsSpec, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name in a layer and the shape of each linear of experts; the router's is dense and none of them."""
-    for expert in range(experts.router.num_experts):
-        for name, rows in into_rows(experts.names.into, experts.intermediate_size).items():
-            yield name.format(expert), (rows, hidden)
-        yield experts.names.down.format(expert), (hidden, experts.intermediate_size)
+    for expert in experts.own:
+        yield from shapes_of_expert(experts, expert, hidden)
     if experts.shared_size:
         for name, rows in into_rows(experts.names.shared_into, experts.shared_size).items():
             yield name, (rows, hidden)
         yield experts.names.shared_down, (hidden, experts.shared_size)
+
+
+def shapes_of_expert(experts: ExpertsSpec, expert: int, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """As `expert_shapes`, of one expert."""
+    for name, rows in into_rows(experts.names.into, experts.intermediate_size).items():
+        yield name.format(expert), (rows, hidden)
+    yield experts.names.down.format(expert), (hidden, experts.intermediate_size)
 
 
 def into_rows(names: tuple[str, ...], size: int) -> dict[str, int]:

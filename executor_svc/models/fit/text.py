@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cadenza_common.hub.download import human
@@ -26,9 +26,14 @@ class Room:
     read_rate: float | None = None
     """Bytes of memory that this machine reads in a second; None: not measured."""
 
+    mapped: bool = False
+    """Whether experts stay in their files (`--expert-weights mapped`)."""
+
     def for_tokens(self, sizes: ModelSizes) -> int:
         """Return the bytes for keys and values; below 0: not even the weights fit."""
-        return int(self.share * self.free) - sizes.weight_bytes
+        mapped = sizes.mapped_bytes if self.mapped else 0
+        room = int(self.share * self.free) - (sizes.weight_bytes - mapped)
+        return max(room // 2, room - mapped) if mapped else room
 
     def fits(self, sizes: ModelSizes) -> bool:
         """Return whether the model can be served, with a context of any length."""
@@ -44,10 +49,21 @@ def fit_lines(sizes: ModelSizes, room: Room) -> list[str]:
         f"keys and values: {human(sizes.kv_bytes)} a token in {sizes.dtype}; no state beside them",
         f"memory: {human(room.free)} are free, and {room.share:.0%} of them for this model (--gpu-memory-utilization)",
     ]
+    if room.mapped and sizes.mapped_bytes:
+        held = weights - sizes.mapped_bytes
+        lines.append(
+            f"experts: {human(sizes.mapped_bytes)} of weights stay in the file, {human(held)} must be in memory; "
+            "the system reads those that are chosen, and keeps as many as there is room for beside keys and values"
+        )
     tokens = max(0, room.for_tokens(sizes)) // sizes.kv_bytes
     if not room.fits(sizes):
         needed = (weights + _BLOCK * sizes.kv_bytes) / room.share
         lines.append(f"it does not fit: {human(needed)} would have to be free, or a smaller model or quantization")
+        if not room.mapped and sizes.mapped_bytes and replace(room, mapped=True).fits(sizes):
+            lines.append(
+                f"with --expert-weights mapped it does: {human(sizes.mapped_bytes)} of experts stay in the file then, "
+                "of which the system reads those that are chosen"
+            )
         return lines
     longest = min(length, tokens)
     limit = f" of {length}" if longest < length else ""
@@ -63,6 +79,7 @@ def fit_lines(sizes: ModelSizes, room: Room) -> list[str]:
         lines.append(
             f"expected speed: about {room.read_rate / read:.1f} tokens/s at most for one request: each token reads "
             f"{which}, and this machine reads {room.read_rate / 1e9:.1f} GB/s (measured once)"
+            f"{', where they are in memory' if room.mapped and sizes.mapped_bytes else ''}"
         )
     return lines
 
@@ -72,7 +89,8 @@ def fit_sentence(path: Path, free: int, config: ExecutorConfig | None = None) ->
     room = Room(free)
     if config is not None:
         share = config.gpu_memory_utilization or CPU_MEMORY_SHARE
-        room = Room(free, share, config.max_num_seqs, config.max_model_len)
+        mapped = config.expert_weights == "mapped"
+        room = Room(free, share, config.max_num_seqs, config.max_model_len, mapped=mapped)
     try:
         return "; " + "; ".join(fit_lines(read_sizes(path), room))
     except LoaderError:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, Kernels, KVScales, Linear, Rope
+from executor_svc.device.ranks import HeadNormRanks
 
 
 def pad_heads(weight: Tensor, head_size: int, padded_head_size: int) -> Tensor:
@@ -61,8 +62,9 @@ class Attention:
         scales: KVScales | None,
         kernels: Kernels,
         sinks: Tensor | None = None,
+        ranks: HeadNormRanks | None = None,
     ) -> None:
-        """sinks: as in `Kernels.attention`."""
+        """sinks: as in `Kernels.attention`. ranks: that have all heads together, where the norms are of all of them."""
         self._shape = shape
         self._qkv = qkv
         self._output = output
@@ -70,14 +72,17 @@ class Attention:
         self._scales = scales
         self._kernels = kernels
         self._sinks = sinks
+        self._ranks = ranks
 
     def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan, table: int = 0) -> Tensor:
         """Return [T, hidden] for x [T, hidden]; write this step's keys and values, if it has its own, to kv_layer.
 
         table: as in `Kernels.rope_write_kv`.
         """
-        qkv = self._qkv(x)
-        q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, self._norms, self._scales, table)
+        qkv, norms = self._qkv(x), self._norms
+        if self._ranks is not None and norms is not None:
+            qkv, norms = self._ranks.norm_all_heads(qkv, norms, self._shape), None
+        q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, norms, self._scales, table)
         return self._output(self._kernels.attention(q, kv_layer, self._shape, plan, self._scales, self._sinks, table))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor_svc.cpu.kernels.quantized.files.panels import FilePanels
 from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart, Part
 from executor_svc.plan.arrays import IntArray
 
@@ -44,6 +45,17 @@ class ExpertWeights:
         """The first expert's linear."""
         return self._linears[0]
 
+    def file_at(self, value: int) -> tuple[FilePanels, int] | None:
+        """Return how panels of the first expert's weight at an address are made, and the address of its scales or 0.
+
+        None: the panels are there.
+        """
+        for part in self.first.parts:
+            if part.file is not None and weight_of(part).data_ptr() == value:
+                scales = part.file_scales if isinstance(part, PackedWeightPart) else None
+                return part.file, 0 if scales is None else scales.data_ptr()
+        return None
+
     def table(self, value: int) -> int:
         """Return the address of a table [E] int64 of what an argument is for each expert; 0: the same for all.
 
@@ -60,14 +72,23 @@ class ExpertWeights:
 
 def _kind(linear: StoredExpert) -> tuple[object, ...]:
     parts = [
-        (part.layout, part.rows, part.int8) if isinstance(part, PackedWeightPart) else (part.panels.shape, part.rows)
+        (part.layout, part.rows, part.int8, part.file)
+        if isinstance(part, PackedWeightPart)
+        else (part.panels.shape, part.rows, part.file)
         for part in linear.parts
     ]
     return linear.in_features, linear.out_features, linear.bias is None, tuple(parts)
 
 
+def weight_of(part: Part) -> Tensor:
+    """Return the weight of a part."""
+    return part.packed if isinstance(part, PackedWeightPart) else part.panels
+
+
 def _places(linear: StoredExpert) -> list[tuple[int, int]]:
     """Return the address and bytes of each part and of the bias."""
-    tensors = [part.packed if isinstance(part, PackedWeightPart) else part.panels for part in linear.parts]
+    tensors = [weight_of(part) for part in linear.parts]
+    more = (part.file_scales for part in linear.parts if isinstance(part, PackedWeightPart))
+    tensors += [scales for scales in more if scales is not None]
     bias = torch.empty(0) if linear.bias is None else linear.bias
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in (*tensors, bias)]

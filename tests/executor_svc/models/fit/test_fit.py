@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType
 from safetensors import safe_open
 
+from executor_svc.cpu.kernels.quantized.files.block_types import READERS
+from executor_svc.cpu.kernels.quantized.files.panels import DENSE
 from executor_svc.models.fit import read_rate as rates
-from executor_svc.models.fit.sizes import ModelSizes, read_sizes
+from executor_svc.models.fit.sizes import READ_IN_FILES, ModelSizes, read_sizes
 from executor_svc.models.fit.text import Room, fit_lines, fit_sentence
 from tests.checkpoints import make_checkpoint
 from tests.helpers.models.gguf_files import all_of, write_gguf
@@ -67,6 +70,38 @@ def test_a_token_of_latents_takes_one_row(tmp_path: Path) -> None:
     file = write_gguf(folder, tmp_path / "model.gguf", all_of(GGMLQuantizationType.F32))
     for path, item in ((folder, 4), (file, 2)):
         assert read_sizes(path).kv_bytes == 2 * 48 * item
+
+
+MIXTURE = replace(SIZES, unread_bytes=600_000, mapped_bytes=800_000)
+
+
+@pytest.mark.parametrize(
+    ("room", "said", "fits"),
+    [
+        (Room(500_000), ["it does not fit", "with --expert-weights mapped it does: 0.8 MB of experts stay"], False),
+        (Room(500_000, mapped=True), ["0.8 MB of weights stay in the file, 0.2 MB must be in memory"], True),
+        (Room(500_000, mapped=True), ["longest context: 125 of 4096 tokens"], True),
+        (Room(3_000_000, mapped=True), ["longest context: 1700 of 4096 tokens"], True),
+        (Room(200_000, mapped=True), ["it does not fit"], False),
+        (Room(9_000_000, mapped=True, read_rate=1e9), ["reads 1.0 GB/s (measured once), where they are in mem"], True),
+    ],
+)
+def test_experts_that_stay_in_their_file(room: Room, said: list[str], fits: bool) -> None:
+    """Keys and values have what is left beside all experts, or half of what is left without them."""
+    text = "\n".join(fit_lines(MIXTURE, replace(room, share=0.9)))
+    for words in said:
+        assert words in text
+    assert room.fits(MIXTURE) == fits
+
+
+def test_which_experts_can_stay_in_their_file(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "folder", "qwen3_moe")
+    experts = read_sizes(folder).mapped_bytes
+    assert experts == 4 * 3 * 2 * 8 * 40 * 24
+    for kind, found in (("Q8_0", True), ("TQ1_0", False)):
+        assert (kind in READ_IN_FILES) == found
+    assert {*READERS, *DENSE} == {*READ_IN_FILES}
+    assert read_sizes(make_checkpoint(tmp_path / "gpt", "gpt_oss")).mapped_bytes == 0
 
 
 def test_an_error_says_the_same(tmp_path: Path) -> None:

@@ -181,6 +181,11 @@ def test_tensors_may_be_in_the_form_of_qwen3_5(folder: Path, tmp_path: Path) -> 
     assert torch.equal(Model(copy(folder, tmp_path / "changed", tensors)).whole(prompt), wanted)
 
 
+def test_old_files_of_scout_have_a_number_for_true() -> None:
+    assert read("llama4_text", attn_temperature_tuning=4) == read("llama4_text", attn_temperature_tuning=True)
+    assert read("llama4_text", attn_temperature_tuning=False) != read("llama4_text")
+
+
 def unasked(folder: Path, target: Path) -> Path:
     """Write a mixture whose experts 2 and 3, a group, are never chosen, and whose rows all choose experts 4 and 5."""
     tensors = load_file(folder / "model.safetensors")

@@ -121,7 +121,8 @@ class GpuExpertKernels(GpuKernels):
             num_experts=router.num_experts,
         )
 
-    def has_router(self, router: Router) -> bool:
+    @staticmethod
+    def has_router(router: Router) -> bool:
         """Those of Llama 4 and Phi-3.5-MoE there are not."""
         return router.weighing in ("scores", "shares", "softmax") and not router.weighs_inputs
 

@@ -215,6 +215,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "moe_layer_end_index": 2,
         "tie_word_embeddings": True,
     },
+    "exaone_moe": {
+        **_SANDWICHED,
+        **_EXPERTS,
+        "num_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "head_dim": 12,
+        "sliding_window_pattern": 4,
+    },
     "glm4_moe": {
         **_EXPERTS,
         **_GROUPED,
@@ -234,6 +243,22 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.6,
         "logits_scaling": 2.5,
     },
+    "granitemoe_swa": {
+        **_SANDWICHED,
+        "head_dim": 12,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "layer_rope_theta": [300.0, 0, 5000.0, 300.0],
+    },
+    "granitemoeshared": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "attention_multiplier": 0.2,
+    },
     "hunyuan_v1_moe": {"head_dim": 12, "num_experts": 5, "moe_topk": 2},
     "mistral4": {
         **_LATENT,
@@ -243,6 +268,21 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8},
     "mixtral": {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+    "phimoe": {
+        "num_local_experts": 5,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.4,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 5000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4],
+            "long_factor": [2.0] * 5,
+            "short_mscale": 1.2,
+            "long_mscale": 1.5,
+            "original_max_position_embeddings": 512,
+        },
+    },
     "qwen2_moe": {
         **_EXPERTS,
         "num_experts": 6,
@@ -331,6 +371,8 @@ def _make(
                     parameter.uniform_(0.1, 0.7)  # scores are not divided: larger ones would leave one key a head
                 elif "norm" in name or ".ln_" in name:
                     parameter.uniform_(*norms)
+                elif name.endswith(("router.scale", "router.per_expert_scale")):
+                    parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
             if name.endswith("act_fn.beta"):
                 buffer.fill_(0.4)

@@ -18,7 +18,7 @@ from executor_svc.device.kernels import Kernels, Linear
 from executor_svc.device.ranks import WHOLE, Share
 
 Scores = Literal["softmax", "sigmoid", "logits"]
-Weighing = Literal["scores", "shares", "softmax"]
+Weighing = Literal["scores", "shares", "softmax", "sigmoid", "sparsemixer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,10 @@ class Router:
     two_best: bool = True
     """A group is as good as the sum of its two best, or as its best."""
     weighing: Weighing = "shares"
-    """The weights of the chosen: their scores; these divided by their sum; the softmax of their logits."""
+    """The weights of the chosen: their scores; these divided by their sum; the softmax of their logits; the sigmoid of
+    each; of each its share among those near it that were not chosen before it (SparseMixer: Liu et al., 2023)."""
+    jitter: float = 0.0
+    """Near, for sparsemixer: below the best by at most twice this share of the larger magnitude of the two."""
     epsilon: float = 0.0
     """Added to the sum."""
     least_sum: float = 0.0
@@ -48,6 +51,8 @@ class Router:
     factor: float = 1.0
     rounded: bool = True
     """Whether weights are rounded to the model's dtype, and so are the products of expert and weight."""
+    weighs_inputs: bool = False
+    """Whether weights multiply what experts read, which is rounded, and not what they return (Llama 4)."""
 
 
 class Routes(Protocol):
@@ -94,6 +99,10 @@ class ExpertKernels(Kernels, Protocol):
         """Return x [T, hidden] as float32."""
         ...
 
+    def has_router(self, router: Router) -> bool:
+        """Return whether this device has the kernels of a router."""
+        ...
+
     def route(
         self,
         logits: Tensor,
@@ -109,8 +118,8 @@ class ExpertKernels(Kernels, Protocol):
         """
         ...
 
-    def take_routed(self, x: Tensor, routes: Routes) -> Tensor:
-        """Return the routed rows [T * K, hidden] of x [T, hidden]."""
+    def take_routed(self, x: Tensor, routes: Routes, weighed: bool = False) -> Tensor:
+        """Return the routed rows [T * K, hidden] of x [T, hidden]; weighed: times their weights, rounded."""
         ...
 
     def routed(self, routes: Routes) -> AbstractContextManager[None]:
@@ -131,7 +140,7 @@ class ExpertKernels(Kernels, Protocol):
     def combine(
         self, rows: Tensor, routes: Routes, router: Router, beside: Tensor | None = None, gate: Tensor | None = None
     ) -> Tensor:
-        """Return the sum [T, hidden] of each token's routed rows times their weights.
+        """Return the sum [T, hidden] of each token's routed rows times their weights, unless these weigh inputs.
 
         It is a sum in fp32 in the order of choice, rounded once. beside: [T, hidden], added to that, and rounded; gate:
         [T, 1], whose sigmoid multiplies it first, both rounded.

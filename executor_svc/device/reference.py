@@ -242,12 +242,28 @@ def route(
     weights = scores.gather(-1, ids)
     if router.weighing == "softmax":
         weights = weights.softmax(-1)
+    elif router.weighing == "sigmoid":
+        weights = weights.sigmoid()
+    elif router.weighing == "sparsemixer":
+        weights = _mixed(wide, ids, router.jitter, dtype)
     elif router.weighing == "shares":
         weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon).clamp(min=router.least_sum)
     weights = weights * router.factor
     if scales is not None:
         weights = weights * scales[ids]
     return ids, weights.to(dtype).float() if router.rounded else weights
+
+
+def _mixed(logits: Tensor, ids: Tensor, jitter: float, dtype: torch.dtype) -> Tensor:
+    """Return the shares [T, K] of SparseMixer, outside of training; logits: [T, E] float32, numbers of dtype."""
+    left, found = logits.clone(), []
+    for chosen in ids.split(1, -1):
+        best = left.gather(-1, chosen)
+        distances = ((best - left).to(dtype) / logits.abs().clamp(min=best).to(dtype)).float()
+        near = left.masked_fill(distances > torch.tensor(2 * jitter).to(dtype).float(), -math.inf)
+        found.append(near.softmax(-1).gather(-1, chosen))
+        left = left.scatter(-1, chosen, -math.inf)
+    return torch.cat(found, -1)
 
 
 def combine(rows: Tensor, weights: Tensor) -> Tensor:

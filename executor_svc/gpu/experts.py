@@ -125,8 +125,14 @@ class GpuExpertKernels(GpuKernels):
             num_experts=router.num_experts,
         )
 
-    def take_routed(self, x: Tensor, routes: Routes) -> Tensor:
+    @staticmethod
+    def has_router(router: Router) -> bool:
+        """Those of Llama 4 and Phi-3.5-MoE there are not."""
+        return router.weighing in ("scores", "shares", "softmax") and not router.weighs_inputs
+
+    def take_routed(self, x: Tensor, routes: Routes, weighed: bool = False) -> Tensor:
         assert isinstance(routes, GpuRoutes)
+        assert not weighed, "there is no such kernel"
         with self.routed(routes):
             return self.take_rows(x, routes.sources, "routed")
 

@@ -129,6 +129,8 @@ class Decoder:
             else:
                 normed, residual = self._read(layer.before_mlp, attended, residual)
             delta = layer.mlp(normed)
+            if layer.experts_beside is not None:
+                delta = layer.experts_beside(delta, residual)
             if layer.after_mlp is not None:
                 delta = layer.after_mlp(delta)
             if layer.input is not None and inputs is not None:

@@ -27,7 +27,6 @@ from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_
 from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.tensor_names import TensorNames
 from executor_svc.models.gguf.weights import GgufWeights, read_vector
-from executor_svc.models.gpt_oss_weights import GptOssWeights
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
 from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.parallel.source import RankSource
@@ -38,6 +37,7 @@ from executor_svc.models.quantized.round_to_nearest import RoundedSource, Roundi
 from executor_svc.models.quantized.saving import QuantizedFolder
 from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
 from executor_svc.models.spec import DecoderSpec, LayerSpec, bias_names, linear_shapes
+from executor_svc.models.stacked_experts import StackedExpertWeights
 from executor_svc.plan.description import LayerHeads
 
 _log = logging.getLogger(__name__)
@@ -106,8 +106,8 @@ def _check_names(folder: Path, fields: Fields) -> None:
 
 
 def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
-    """Return the structure as the files have it: whether the head is the table of embeddings, which biases are 0, which
-    linears experts and latents have.
+    """Return the structure as the files have it: whether the head is the table of embeddings, which biases are 0, and
+    which linears latent attention has.
 
     A head of its own, with other numbers than the table's, is used whatever config.json says, as in transformers. A
     bias that config.json names and the files lack is 0; of a folder, if no layer has it and others of its kind are
@@ -131,16 +131,13 @@ def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, 
 
 
 def _with_stored_forms(weights: Weights, spec: DecoderSpec) -> DecoderSpec:
-    """Return the spec with the linears that files have in layers of experts and of latent attention."""
+    """Return the spec with the linears that files have in layers of latent attention."""
 
     def holds(index: int, name: str) -> bool:
         return weights.holds(f"{LAYERS}.{index}.{name}.weight")
 
     def stored(index: int, layer: LayerSpec) -> LayerSpec:
-        experts, latent = layer.experts, layer.latent
-        both = None if experts is None else experts.names.both
-        if experts is not None and both is not None and holds(index, both.format(0)):
-            layer = replace(layer, experts=replace(experts, names=replace(experts.names, into=(both,))))
+        latent = layer.latent
         if latent is not None and not holds(index, latent.heads) and holds(index, latent.by_kind[0]):
             layer = replace(layer, latent=replace(latent, is_by_kind=True))
         return layer
@@ -305,7 +302,7 @@ def _source(
             weights.leave_linear(name, shape, biased)
     except ModelConfigError as error:
         raise LoaderError(f"{_place(folder)}: {error}") from error
-    saved = _saved(config, folder, checkpoint.content, rounding, device)
+    saved = _saved(config, folder, checkpoint.content, rounding, device, len(list(linear_shapes(spec))))
     return own if rounding is None else RoundedSource(own, rounding, saved), saved
 
 
@@ -333,9 +330,10 @@ def folder_weights(
     """
     if config.load_format == "dummy":
         return DummyWeights(config.seed, device.dtype, device.torch_device)
-    if content.get("model_type") == "gpt_oss" and spec is not None and _method(content) in (None, "mxfp4"):
-        return GptOssWeights(folder, device.dtype, device.torch_device, spec=spec)
-    quantization = read_quantization(folder, content)
+    own_method = content.get("model_type") == "gpt_oss" and _method(content) == "mxfp4"
+    quantization = None if own_method and spec is not None else read_quantization(folder, content)
+    if spec is not None and spec.has_experts:
+        return StackedExpertWeights(folder, device.dtype, device.torch_device, quantization, spec)
     return SafetensorsWeights(folder, device.dtype, device.torch_device, quantization, spec)
 
 
@@ -345,7 +343,12 @@ def _method(content: dict[str, Any]) -> object:
 
 
 def _saved(
-    config: ExecutorConfig, folder: Path, content: dict[str, Any], rounding: Rounding | None, device: Device
+    config: ExecutorConfig,
+    folder: Path,
+    content: dict[str, Any],
+    rounding: Rounding | None,
+    device: Device,
+    num_linears: int,
 ) -> QuantizedFolder | None:
     """Return the folder that the rounded weights are saved to, if one is given."""
     if config.save_quantized is None or rounding is None:
@@ -357,7 +360,7 @@ def _saved(
             f"--save-quantized {config.save_quantized}: --model {config.model} specifies keys and values in fp8, whose "
             "scales are not saved"
         )
-    return QuantizedFolder(config.save_quantized, folder, rounding, device.dtype)
+    return QuantizedFolder(config.save_quantized, folder, rounding, device.dtype, num_linears)
 
 
 def read_scales(

@@ -17,6 +17,7 @@ from executor_svc.models.experts_weights import ExpertsWeights
 from executor_svc.models.file_form import FINAL_NORM, POSITIONS
 from executor_svc.models.latent_weights import LatentWeights
 from executor_svc.models.layers.attention import Attention, HeadRows
+from executor_svc.models.layers.experts import ExpertsBeside
 from executor_svc.models.layers.inputs import LayerInput, TokenInputs
 from executor_svc.models.layers.latent import LatentAttention
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
@@ -37,6 +38,8 @@ class LayerWeights:
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
+    experts_beside: ExpertsBeside | None = None
+    """None: all experts of the layer are in the MLP's place."""
     input: LayerInput | None = None
     scalar: Tensor | None = None
     """[1]: what the layer's results are multiplied with."""
@@ -102,6 +105,7 @@ class DecoderWeights:
             before_mlp=self._norm_if(prefix, names.before_mlp),
             mlp=self._mlp(prefix, index),
             after_mlp=self._norm_if(prefix, names.after_mlp),
+            experts_beside=self._experts_beside(prefix, index),
             input=self._layer_input(prefix),
             scalar=scalar,
         )
@@ -145,12 +149,14 @@ class DecoderWeights:
     def norm(self, name: str, size: int) -> Norm:
         """Return a norm of rows of `size` numbers."""
         spec, kernels = self._spec, self._builder.kernels
-        weight = self._norm_weight(name, size)
         if spec.norm == "rms":
-            return RmsNorm(weight, spec.norm_eps, kernels)
-        wide = weight.float()
+            return self._rms_norm(name, size)
+        wide = self._norm_weight(name, size).float()
         bias = torch.zeros_like(wide) if spec.norm == "layer" else self._weights.get(f"{name}.bias", (size,)).float()
         return LayerNorm(wide, bias, spec.norm_eps, kernels)
+
+    def _rms_norm(self, name: str, size: int) -> RmsNorm:
+        return RmsNorm(self._norm_weight(name, size), self._spec.norm_eps, self._builder.kernels)
 
     def _norm_weight(self, name: str, size: int) -> Tensor:
         """Return a norm's weight, in fp32 where the kernels multiply in fp32."""
@@ -226,7 +232,7 @@ class DecoderWeights:
     def _mlp(self, prefix: str, index: int) -> Mlp:
         spec, dtype, builder = self._spec, self._builder.dtype, self._builder
         experts = spec.layers[index].experts
-        if experts is not None:
+        if experts is not None and experts.names.beside is None:
             return ExpertsWeights(spec, self._weights, builder).layer(prefix, experts)
         rows, down_name = mlp_rows(spec, index), prefix + spec.names.down
         into = linear_weight(self._linears(prefix, rows, spec.hidden_size), dtype)
@@ -245,6 +251,13 @@ class DecoderWeights:
         assert activation in PLAIN
         scalars = self._xielu_scalars(f"{prefix}mlp.act_fn") if activation == "xielu" else None
         return PlainMlp(first, second, activation, scalars, builder.kernels)
+
+    def _experts_beside(self, prefix: str, index: int) -> ExpertsBeside | None:
+        spec, experts = self._spec, self._spec.layers[index].experts
+        if experts is None or experts.names.beside is None:
+            return None
+        weights = ExpertsWeights(spec, self._weights, self._builder)
+        return weights.beside(prefix, experts, lambda name: self._rms_norm(prefix + name, spec.hidden_size))
 
     def _xielu_scalars(self, name: str) -> Tensor:
         """Return the scalars of a layer's xIELU, as in `Kernels.activate`; it learns two before a softplus."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,8 +12,9 @@ from executor_svc.device.experts import ExpertKernels, ExpertLinear
 from executor_svc.device.file_rows import NotInPlaceError
 from executor_svc.device.kernels import Linear
 from executor_svc.models.base import Builder, ModelConfigError, WeightSource
-from executor_svc.models.layers.experts import ExpertChoice, Experts
+from executor_svc.models.layers.experts import ExpertChoice, Experts, ExpertsBeside
 from executor_svc.models.layers.mlp import GATED, GatedMlp, Mlp
+from executor_svc.models.layers.norm import RmsNorm
 from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.spec import DecoderSpec, ExpertsSpec, into_rows
@@ -44,15 +46,29 @@ class ExpertsWeights:
         ranks = self._builder.ranks if isinstance(self._builder, RankBuilder) else None
         return Experts(choice, gate_up, second, self._activate(experts), shared, gate, self._kernels, ranks)
 
+    def beside(self, prefix: str, experts: ExpertsSpec, norm: Callable[[str], RmsNorm]) -> ExpertsBeside:
+        """Return the experts beside a layer's MLP; norm: returns one of the layer's by its name in it."""
+        names, kernels, size = experts.names, self._kernels, self._spec.hidden_size
+        assert names.beside is not None
+        assert names.router_scale is not None
+        scale = self._weights.get(prefix + names.router_scale, (size,)).float() / math.sqrt(size)
+        chooses_by = RmsNorm(scale, self._spec.norm_eps, kernels)
+        beside = names.beside
+        norms = norm(beside.before), norm(beside.after), norm(beside.after_mlp)
+        return ExpertsBeside(self.layer(prefix, experts), chooses_by, *norms, kernels)
+
     def _choice(self, prefix: str, experts: ExpertsSpec) -> ExpertChoice:
         count, names = experts.router.num_experts, experts.names
         dtype = torch.float32 if experts.router_in_float32 else self._builder.dtype
         linear = self._small(prefix + names.router, (count, self._spec.hidden_size), dtype, experts.biased)
         bias: Tensor | None = None
+        scales: Tensor | None = None
         if names.choice_bias is not None:
             shape = (1, count) if names.choice_bias_row else (count,)
             bias = self._weights.get(prefix + names.choice_bias, shape, torch.float32).flatten()
-        return ExpertChoice(linear, experts.router, experts.router_in_float32, bias)
+        if names.weight_scales is not None:
+            scales = self._weights.get(prefix + names.weight_scales, (count,)).float()
+        return ExpertChoice(linear, experts.router, experts.router_in_float32, bias, scales)
 
     def _small(self, name: str, shape: tuple[int, int], dtype: torch.dtype, biased: bool = False) -> Linear:
         """Return a dense linear of few rows."""
@@ -91,8 +107,8 @@ class ExpertsWeights:
     def _shared(self, prefix: str, experts: ExpertsSpec) -> Mlp:
         names, hidden, activation = experts.names, self._spec.hidden_size, self._spec.activation
         rows = into_rows(names.shared_into, experts.shared_size)
-        gate_up = self._linear("experts.shared", {prefix + name: count for name, count in rows.items()}, hidden)
-        down = self._linear("experts.shared_down", {prefix + names.shared_down: hidden}, experts.shared_size)
+        gate_up = self._linear("shared.gate_up", {prefix + name: count for name, count in rows.items()}, hidden)
+        down = self._linear("shared.down", {prefix + names.shared_down: hidden}, experts.shared_size)
         assert activation in GATED
         return GatedMlp(gate_up, down, activation, self._kernels)
 

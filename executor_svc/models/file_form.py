@@ -48,3 +48,22 @@ class FileForm:
             if name == own or name.startswith(f"{own}."):
                 return self.before + part + name.removeprefix(own)
         return name
+
+
+@dataclass(frozen=True, slots=True)
+class StackedForm:
+    """How files hold the matrices of all experts in one tensor, gate_up_proj or down_proj [E, rows, columns]."""
+
+    transposed: bool = False
+    """Whether dense ones are [E, columns, rows]."""
+    interleaved: bool = False
+    """Whether rows of gate and up take turns; else those of gate are first."""
+
+
+@dataclass(frozen=True, slots=True)
+class BesideNames:
+    """The norms of experts that are beside the layer's MLP (Gemma 4)."""
+
+    after_mlp: str = "post_feedforward_layernorm_1"
+    before: str = "pre_feedforward_layernorm_2"
+    after: str = "post_feedforward_layernorm_2"

@@ -17,6 +17,7 @@ from cadenza_common.gguf.file import GgufError, GgufFile
 from cadenza_common.hub.download import repo_of
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
+from executor_svc.device.experts import ExpertKernels
 from executor_svc.device.interface import Device
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
@@ -123,7 +124,7 @@ def load_model(
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
     if (reason := refused_architecture(checkpoint.names)) is not None:
         raise LoaderError(f"model folder {checkpoint.folder}: {reason}")
-    if checkpoint.architecture is not None:
+    if checkpoint.architecture is not None and _has_kernels(device, checkpoint):
         return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes, join)
     if join is not None:
         missing = "code in Cadenza" if checkpoint.architecture is None else "kernels on this device"
@@ -132,6 +133,17 @@ def load_model(
             "--tensor-parallel-size needs"
         )
     return load_through_transformers(config, device, checkpoint.folder, checkpoint.content, checkpoint.names)
+
+
+def _has_kernels(device: Device, checkpoint: Checkpoint) -> bool:
+    """Return whether the device has the kernels of all routers of an architecture with code in Cadenza."""
+    kernels = device.kernels
+    routers = [layer.experts.router for layer in checkpoint.read_spec().layers if layer.experts is not None]
+    if all(isinstance(kernels, ExpertKernels) and kernels.has_router(each) for each in routers):
+        return True
+    if checkpoint.gguf is not None:
+        raise LoaderError(f"--model {checkpoint.folder}: mixtures of this kind in GGUF need --device cpu")
+    return False
 
 
 ReadEnds = Callable[[bool, bool], Ends]

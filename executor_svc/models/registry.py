@@ -30,8 +30,10 @@ from executor_svc.models.families.mimo import read_mimo
 from executor_svc.models.families.mistral import read_ministral3, read_mistral
 from executor_svc.models.families.mixtures import (
     read_ernie_moe,
+    read_exaone_moe,
     read_glm4_moe,
     read_granite_moe,
+    read_granite_moe_swa,
     read_hunyuan_moe,
     read_minimax_m2,
     read_mixtral,
@@ -43,7 +45,7 @@ from executor_svc.models.families.nemotron import read_nemotron
 from executor_svc.models.families.neox import read_gpt_neox
 from executor_svc.models.families.olmo import read_olmo2, read_olmo3
 from executor_svc.models.families.phi import has_plain_heads, read_phi
-from executor_svc.models.families.phi3 import read_phi3
+from executor_svc.models.families.phi3 import read_phi3, read_phimoe
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
 from executor_svc.models.families.starcoder import read_starcoder2
 from executor_svc.models.families.wrapped import (
@@ -63,6 +65,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Ernie4_5ForCausalLM": read_ernie,
     "Ernie4_5_MoeForCausalLM": read_ernie_moe,
     "Exaone4ForCausalLM": read_exaone4,
+    "ExaoneMoeForCausalLM": read_exaone_moe,
     "FalconForCausalLM": read_falcon,
     "GPT2LMHeadModel": read_gpt2,
     "GPTNeoXForCausalLM": read_gpt_neox,
@@ -78,6 +81,8 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "GraniteForCausalLM": read_granite,
     "GraniteMoeForCausalLM": read_granite_moe,
     "GraniteMoeHybridForCausalLM": read_granite_4,
+    "GraniteMoeSWAForCausalLM": read_granite_moe_swa,
+    "GraniteMoeSharedForCausalLM": read_granite_moe,
     "GraniteSWAForCausalLM": read_granite_swa,
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
@@ -99,6 +104,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "OlmoeForCausalLM": read_olmoe,
     "Phi3ForCausalLM": read_phi3,
     "PhiForCausalLM": read_phi,
+    "PhimoeForCausalLM": read_phimoe,
     "Qwen2ForCausalLM": read_qwen2,
     "Qwen2MoeForCausalLM": read_qwen2_moe,
     "Qwen3ForCausalLM": read_qwen3,
@@ -113,8 +119,10 @@ _FORMS: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 """Whether a config.json is of the form that there is code for; others run through transformers."""
 _OLD_NAMES = {
-    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
 """Names that the same models have in other files: of before transformers had the model, or as transformers calls it."""
 
@@ -138,6 +146,7 @@ _MODEL_TYPES = {
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
     "falcon": "FalconForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
@@ -153,7 +162,9 @@ _MODEL_TYPES = {
     "granite": "GraniteForCausalLM",
     "granite_swa": "GraniteSWAForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoe_swa": "GraniteMoeSWAForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
@@ -175,6 +186,7 @@ _MODEL_TYPES = {
     "opt": "OPTForCausalLM",
     "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

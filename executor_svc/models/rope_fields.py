@@ -107,8 +107,8 @@ def _dynamic(rope: Fields, size: int, max_positions: int, original: int) -> Scal
 
 def _llama3(rope: Fields, size: int, max_positions: int, original: int) -> Scaling:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
-        raise rope.error("high_freq_factor", f"{high:g} must be above low_freq_factor {low:g}")
+    if high < low:
+        raise rope.error("high_freq_factor", f"{high:g} must be at least low_freq_factor {low:g}")
     return Llama3Scaling(_factor(rope), low, high, original)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from executor_svc.device.kernels import HeadNormKind
 from executor_svc.device.ranks import WHOLE, Share
 from executor_svc.models.file_form import HEAD as HEAD
 from executor_svc.models.file_form import TABLE as TABLE
-from executor_svc.models.file_form import FileForm
+from executor_svc.models.file_form import BesideNames, FileForm, StackedForm
 from executor_svc.models.latent_spec import LatentSpec
 from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.layers.mlp import Activation
@@ -63,25 +64,33 @@ class ExpertNames:
     """The modules of a layer of experts by their names in checkpoints; `{}` is an expert's number."""
 
     router: str = "mlp.gate"
+    router_scale: str | None = None
+    """A tensor [hidden]: the router reads the norm of its rows times it, over the root of the hidden size."""
+    weight_scales: str | None = None
+    """A tensor [E]: factors of the weights of the chosen."""
     choice_bias: str | None = None
     """A tensor [E], added to scores for the choice alone."""
     choice_bias_row: bool = False
     """Whether it has the shape [1, E]."""
     into: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     """Gate and up, or one linear of both."""
-    both: str | None = field(default=None, repr=False)
-    """One linear of both, where files have it instead; None: none do."""
     down: str = "mlp.experts.{}.down_proj"
     shared_into: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     """Of what all tokens share, likewise."""
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str | None = None
     """A linear of one row, whose sigmoid multiplies what is shared."""
+    beside: BesideNames | None = None
+    """None: experts are in the place of the layer's MLP."""
+    stacked: StackedForm = field(default=StackedForm(), repr=False)
+    """Of files that have the matrices of all experts in one tensor."""
+    renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Ends of names that tensors of a layer may also have in files, and what they are here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A layer's experts in the place of its MLP; each is gated."""
+    """A layer's experts, in the place of its MLP or beside it; each is gated."""
 
     router: Router
     intermediate_size: int
@@ -144,7 +153,7 @@ class LayerSpec:
     """Whether each head has one more score, of no value (gpt-oss). Not in the digest, for the weights' has its tensor:
     those of models without stay as they were."""
     experts: ExpertsSpec | None = None
-    """None: the layer has the model's MLP."""
+    """None: the layer has the model's MLP alone."""
     chunk: int | None = field(default=None, repr=False, metadata=LATER)
     """Positions of a chunk: a token attends to those of its own chunk; None: there are no chunks."""
     sizes: LayerSizes | None = field(default=None, repr=False, metadata=LATER)
@@ -247,7 +256,7 @@ class DecoderSpec:
 
     @property
     def has_experts(self) -> bool:
-        """Whether a layer has experts in the place of its MLP."""
+        """Whether a layer has experts."""
         return any(layer.experts is not None for layer in self.layers)
 
     @property
@@ -262,7 +271,10 @@ class DecoderSpec:
     @property
     def num_linear_elements(self) -> int:
         """The number of elements of embedding, head and linears: nearly all of the weights."""
-        return sum(rows * columns for _, (rows, columns) in linear_shapes(self))
+        first = {layer: index for index, layer in enumerate(self.layers)}  # of thousands of layers few differ
+        shapes = [(count, _layer_shapes(self, first[layer])) for layer, count in Counter(self.layers).items()]
+        shapes.append((1, dict(_end_shapes(self))))
+        return sum(count * rows * columns for count, each in shapes for rows, columns in each.values())
 
     @property
     def num_unchosen_elements(self) -> int:
@@ -340,16 +352,19 @@ def bias_names(spec: DecoderSpec) -> list[list[list[str]]]:
 
 def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name and shape [rows, columns] of each weight with two dimensions."""
-    hidden, inputs = spec.hidden_size, spec.layer_inputs
-    yield f"{TABLE}.weight", (spec.vocab_size, hidden)
-    if not spec.tied:
-        yield f"{HEAD}.weight", (spec.vocab_size, hidden)
-    if inputs is not None:
-        yield f"{LAYER_TABLE}.weight", (inputs.vocab_size, spec.num_layers * inputs.size)
-        yield f"{inputs.from_embedding}.weight", (spec.num_layers * inputs.size, hidden)
+    yield from _end_shapes(spec)
     for index in range(spec.num_layers):
         for name, shape in _layer_shapes(spec, index).items():
             yield f"model.layers.{index}.{name}.weight", shape
+
+
+def _end_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+    hidden, inputs = spec.hidden_size, spec.layer_inputs
+    for module in (TABLE,) if spec.tied else (TABLE, HEAD):
+        yield f"{module}.weight", (spec.vocab_size, hidden)
+    if inputs is not None:
+        yield f"{LAYER_TABLE}.weight", (inputs.vocab_size, spec.num_layers * inputs.size)
+        yield f"{inputs.from_embedding}.weight", (spec.num_layers * inputs.size, hidden)
 
 
 def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
@@ -362,7 +377,7 @@ def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
         found = latent.shapes(hidden, spec.num_heads, names.output)
     if experts is not None:
         found |= dict(expert_shapes(experts, hidden))
-    else:
+    if experts is None or experts.names.beside is not None:
         found |= {name: (rows, hidden) for name, rows in mlp_rows(spec, index).items()}
         found[names.down] = (hidden, sizes.intermediate_size)
     if inputs is not None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from cadenza import Client, RequestOutput, SamplingParams
-from tests.checkpoints import make_llama
+from tests.checkpoints import make_checkpoint
 from tests.faults.test_killed_processes import Up
 
 PATTERN = r"(\[[a-e]{1,9}\] ){25}done"
@@ -45,9 +45,10 @@ SIZES = ("--num-gpu-blocks", "120", "--num-cpu-blocks", "80", "--max-num-seqs", 
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    folder = tmp_path_factory.mktemp("up")
-    model = make_llama(folder / "model", tokenizer=True, vocab_size=300, max_position_embeddings=2048)
+def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Of a family's model."""
+    folder, sizes = tmp_path_factory.mktemp("up"), {"vocab_size": 300, "max_position_embeddings": 2048}
+    model = make_checkpoint(folder / "model", request.param, tokenizer=True, **sizes)
     running = Up(model, folder / "log", *SIZES)
     yield running
     children = psutil.Process(running.process.pid).children(recursive=True)
@@ -75,13 +76,15 @@ def kill(up: Up, name: str) -> None:
     pytest.fail(f"there is no {name}")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "victims",
+    ("up", "victims"),
     [
-        pytest.param(["executor_svc"], marks=pytest.mark.long),  # the first of those that follow
-        ["executor_svc", "cadenza_common.grammar.child", "executor_svc"],
+        pytest.param("llama", ["executor_svc"], marks=pytest.mark.long),  # the first of those that follow
+        pytest.param("llama", ["executor_svc", "cadenza_common.grammar.child", "executor_svc"], marks=pytest.mark.long),
+        pytest.param("qwen3_moe", ["executor_svc"], marks=pytest.mark.slow),
     ],
+    indirect=["up"],
+    scope="module",
 )
 def test_killed_processes_cost_no_token(up: Up, victims: list[str]) -> None:
     prompts = [[7, 8, 9], [11] * 40, [250, 3]]

@@ -58,6 +58,13 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 LONG = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
+MIXTURE_LONG = {
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.5 + i for i in range(8)],
+    "short_mscale": 1.0,
+    "long_mscale": 1.0,
+    "original_max_position_embeddings": 512,
+}
 CASES = {
     "llama": Case("llama", mixed),
     "llama, dense": Case("llama", all_of(Type.BF16), {"attention_bias": True, "tie_word_embeddings": True}),
@@ -154,12 +161,52 @@ CASES = {
     "glm4_moe_lite": Case("glm4_moe_lite", split_in_f32, {**LATENT, "q_lora_rank": 64}),
     "mistral4, in F32": Case("mistral4", all_of(Type.F32), rope("yarn", **DEEP_YARN, llama_4_scaling_beta=0.3)),
     "ernie4_5_moe": Case("ernie4_5_moe", mixed, {"moe_intermediate_size": 32, "moe_layer_end_index": -1}),
+    "exaone_moe": Case("exaone_moe", shape={**HEADS, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}),
+    "gemma4 with experts": Case(
+        "gemma4_text",
+        mixed,
+        {
+            **HEADS,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "attention_bias": False,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "glm4_moe": Case("glm4_moe", shape={**HEADS, "moe_intermediate_size": 32}),
     "gpt_oss, all in F32": Case("gpt_oss", all_of(Type.F32), HEADS),
+    "granitemoe": Case("granitemoe", mixed),
+    "granitemoeshared": Case("granitemoeshared", mixed),
+    "granitemoe_swa": Case(
+        "granitemoe_swa", shape={**HEADS, "layer_rope_theta": [5000.0, 0, 5000.0, 5000.0]} | rope("default")
+    ),
     "hunyuan_moe": Case("hunyuan_v1_moe", mixed, HEADS),
+    "llama4": Case(
+        "llama4_text",
+        mixed,
+        {
+            **HEADS,
+            "interleave_moe_layer_step": 2,
+            "moe_layers": None,
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": 8192,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "attention_bias": False,
+            "num_local_experts": 4,
+        },
+    ),
     "minimax_m2": Case("minimax_m2", shape={**HEADS, "rotary_dim": 8}),
     "mixtral": Case("mixtral", mixed, HEADS),
     "olmoe": Case("olmoe", all_of(Type.Q4_1)),
+    "phimoe": Case(
+        "phimoe", mixed, {"router_jitter_noise": 0.01, **rope("longrope", **MIXTURE_LONG)}, {"max_model_len": 512}
+    ),
     "qwen2_moe": Case(
         "qwen2_moe", shape={"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "mlp_only_layers": []}
     ),

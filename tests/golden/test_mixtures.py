@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cadenza import AsyncClient, SamplingParams
-from executor_svc.models.folder import LoaderError
 from tests.checkpoints import MIXTURES, blend, edit_config, make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.golden.test_model_families import serve
@@ -25,11 +24,21 @@ from tests.helpers.models.golden import (
     transformers_model,
 )
 from tests.helpers.models.quantized_layouts import mxfp4, quantize_checkpoint
+from tests.helpers.models.stacked_experts import by_expert, stack_again
 from tests.helpers.services import executor_service, scheduler_service
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in MIXTURES},
     "deepseek_v3 of halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "n_shared_experts": 2}),
+    "gemma4": (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
+    ),
+    "llama4": ("llama4_text", {"moe_layers": [1, 3], "num_local_experts": 4, "intermediate_size": 32}),
+    "llama4 of two experts": (
+        "llama4_text",
+        {"moe_layers": None, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+    ),
     "qwen2_moe of shares": ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": []}),
 }
 
@@ -42,14 +51,37 @@ def test_family(tmp_path: Path, name: str) -> None:
     check_bits_of_chunks(check_bfloat16(folder, random_prompts(VOCABULARY, (90,))[0], median=True))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", ["gptq", "awq", "w4a16", "fp8 in blocks", "mxfp4"])
-def test_experts_in_few_bits(tmp_path: Path, layout: str) -> None:
-    """Greedy tokens are those of transformers on the dequantized weights."""
-    shape = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
-    folder = make_checkpoint(tmp_path / "made", "qwen3_moe", **shape)
+FEW_BITS = [
+    *(("qwen3_moe", layout) for layout in ("gptq", "gptq with desc_act", "awq", "w4a16", "fp8 in blocks", "mxfp4")),
+    ("gemma4", "w4a16"),
+    ("gpt_oss", "w4a16"),
+    ("glm4_moe", "fp8 in blocks"),
+    ("granitemoe", "w4a16"),
+    ("llama4", "w4a16 with actorder"),
+    ("mixtral", "awq"),
+    ("phimoe", "gptq with desc_act"),
+    ("qwen2_moe", "w8a8"),
+]
+_SIZES = ("hidden_size", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size")
+WIDE = {**dict.fromkeys(_SIZES, 64), "head_dim": 16, "global_head_dim": 32}
+"""Columns in whole groups."""
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": False},
+    "phimoe": {"rope_parameters": None},
+    "qwen2_moe": {"shared_expert_intermediate_size": 64},
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("name", "layout"), FEW_BITS)
+def test_experts_in_few_bits(tmp_path: Path, name: str, layout: str) -> None:
+    """Greedy tokens are those of transformers on the dequantized weights; each expert is a linear by itself."""
+    family, shape = CASES[name]
+    folder = make_checkpoint(tmp_path / "made", family, **{**shape, **WIDE, **OF_FAMILIES.get(family, {})})
+    by_expert(folder)
     quantized, dense = tmp_path / "quantized", tmp_path / "dense"
     quantize_checkpoint(folder, layout, quantized, dense)
+    stack_again(dense)
     check_greedy(quantized, dense, dtype="float32", quantized_activations="off")
 
 
@@ -80,20 +112,28 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     check_greedy(*gpt_oss_in_mxfp4(tmp_path), dtype="float32", quantized_activations="off")
 
 
-def test_experts_with_columns_in_orders_of_their_own_are_refused(tmp_path: Path) -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
-    folder = make_checkpoint(tmp_path / "made", "qwen3_moe", **shape)
-    quantize_checkpoint(folder, "gptq with desc_act", tmp_path / "quantized", tmp_path / "dense")
-    with pytest.raises(LoaderError, match=r"experts\.0\.gate_proj and others: columns of experts in another order"):
-        Model(tmp_path / "quantized")
-
-
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_experts_rounded_at_load(tmp_path: Path, bits: str) -> None:
     folder = make_checkpoint(tmp_path, "mixtral", hidden_size=64, intermediate_size=64, head_dim=16)
     rounded = Model(folder, quantization=bits, quantized_activations="off", dtype="bfloat16")
     check_bits_of_chunks(rounded)
     assert rounded.device.few_bits.forms
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "gemma4"])
+def test_what_is_saved_in_few_bits_is_the_model_that_saved_it(tmp_path: Path, name: str) -> None:
+    """The bias of the choice and the router in float32; biases of experts; tensors of all experts."""
+    family, shape = CASES[name]
+    folder, saved = make_checkpoint(tmp_path / "made", family, **{**shape, **WIDE}), tmp_path / "saved"
+    (prompt,) = random_prompts(VOCABULARY, (40,))
+    options = {"quantization": "int4", "dtype": "bfloat16"}
+    first = Model(folder, save_quantized=str(saved), **options).whole(prompt)
+    assert torch.equal(Model(saved, dtype="bfloat16").whole(prompt), first)
+    assert sorted(path.name for path in saved.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
 
 
 @pytest.mark.slow

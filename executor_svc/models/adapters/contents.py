@@ -106,6 +106,8 @@ def _by_module(
 
 
 def _lacking(name: str, modules: Mapping[str, Module]) -> str:
+    if "experts" in name.split("."):
+        return f"{name} is of experts, of which rows choose some: adapters may change all other linears of a mixture"
     num_layers = 1 + max(module.layer for module in modules.values() if module.layer is not None)
     first = next(module.stored_name for module in modules.values() if module.layer == 0)
     before = f"{first.partition('.0.')[0]}."

@@ -11,9 +11,17 @@ from executor_svc.models.stored_order import rows_by_head
 EMBEDDING = "model.embed_tokens"
 
 LinearName = Literal[
-    "attention.qkv", "attention.latents", "attention.queries", "attention.output", "mlp.gate_up", "mlp.down", "lm_head"
+    "attention.qkv",
+    "attention.latents",
+    "attention.queries",
+    "attention.output",
+    "mlp.gate_up",
+    "mlp.down",
+    "shared.gate_up",
+    "shared.down",
+    "lm_head",
 ]
-"""As the argument of `models.base.Builder.prepare_linear`."""
+"""As the argument of `models.base.Builder.prepare_linear`; shared: of the expert that all rows share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +47,8 @@ class Module:
 def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
     """Return the modules by name, in the order of the linears' rows; a tied head is one of them.
 
-    Of a model with experts those of attention alone, the head and the table; of latent attention all but what makes
-    keys and values of latents, which is split by head.
+    Experts that rows choose are none of them; nor is, of latent attention, what makes keys and values of latents, which
+    is split by head.
     """
     shapes = {name.removesuffix(".weight"): shape for name, shape in linear_shapes(spec)}
     shapes.setdefault(HEAD, shapes[EMBEDDING])
@@ -52,8 +60,6 @@ def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
         linear = linears.get(name if layer is None else name.split(".", 3)[3])
         if linear is None and name != EMBEDDING:
             continue  # of experts, or of what makes the inputs of layers: no adapter may change them
-        if spec.has_experts and layer is not None and not (linear or "").startswith("attention."):
-            continue
         first_row = rows_before.get((layer, linear), 0)
         rows_before[layer, linear] = first_row + shape[0]
         rows = rows_by_head(spec) if spec.files.qkv_by_head and linear == "attention.qkv" else ()
@@ -64,6 +70,9 @@ def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
 def _linears(spec: DecoderSpec) -> dict[str, LinearName]:
     """Return the linear, as Cadenza runs it, of each module of a layer, and of the head."""
     names, found = spec.names, dict[str, LinearName]()
+    for experts in {layer.experts.names for layer in spec.layers if layer.experts is not None}:
+        found |= dict.fromkeys(experts.shared_into, "shared.gate_up")
+        found[experts.shared_down] = "shared.down"
     for latent in {layer.latent for layer in spec.layers}:
         if latent is None:
             found |= dict.fromkeys(names.qkv, "attention.qkv")

@@ -71,16 +71,19 @@ class ModelAdapters:
         self._linears: dict[LinearUse, AdaptedLinear] = {}
         self._embedding: AdaptedEmbedding | None = None
         self._built: Counter[str] = Counter()
+        self._uses: dict[str, list[LinearUse]] = {}
+        for use in self._columns:  # some layers have an MLP, others experts
+            self._uses.setdefault(use[1], []).append(use)
 
     # ------------------------------------------------------------------ building
 
     def has(self, name: str) -> bool:
-        """Return whether adapters may change the linears of this name: with experts, none in the MLP's place."""
-        return name in get_args(LinearName) and not (self.spec.has_experts and name.startswith("mlp."))
+        """Return whether adapters may change the linears of this name."""
+        return name in get_args(LinearName)
 
     def adapt_linear(self, name: str, base: Linear) -> Linear:
         """Return a linear with places; those of one name come in the order of the layers."""
-        use = _use(name, self._built[name])
+        use = self._uses[name][self._built[name]]
         self._built[name] += 1
         sizes = self.sizes.num_places, self.sizes.max_rank
         places = self.kernels.new_adapter_places(
@@ -169,13 +172,6 @@ class ModelAdapters:
 
 def _changes(use: LinearUse, adapter: Adapter) -> bool:
     return use in adapter.linears or (use == _HEAD and adapter.head_rows is not None)
-
-
-def _use(name: str, index: int) -> LinearUse:
-    for known in get_args(LinearName):
-        if name == known:
-            return (None if known == "lm_head" else index), known
-    raise AssertionError(f"{name} is no linear of a decoder")
 
 
 def _part_columns(spec: DecoderSpec, shapes: Sequence[AttentionShape], share: Share) -> Mapping[LinearUse, list[int]]:

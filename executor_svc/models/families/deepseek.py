@@ -22,7 +22,7 @@ from executor_svc.models.families.experts import (
 from executor_svc.models.families.mistral import scaling_rope
 from executor_svc.models.latent_spec import LatentSpec
 from executor_svc.models.rope_fields import rope_section, score_factor
-from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
+from executor_svc.models.spec import DecoderSpec, ExpertsSpec
 
 _V2: dict[str, Any] = {
     "num_experts_per_tok": 6,
@@ -71,8 +71,6 @@ _MISTRAL_ROPE: dict[str, Any] = {
 }
 """Of a config.json without any."""
 _INDEXERS = ("index_topk", "index_n_heads", "index_head_dim")
-
-_MISTRAL_NAMES = ExpertNames(both="mlp.experts.{}.gate_up_proj")
 
 
 def read_deepseek_v2(config: dict[str, Any]) -> DecoderSpec:
@@ -133,7 +131,7 @@ def read_mistral4(config: dict[str, Any]) -> DecoderSpec:
     )
     size = fields.integer("moe_intermediate_size")
     shared = size * count_from_0(fields, "n_shared_experts", 1)
-    return _sparse(spec, fields, ExpertsSpec(router, size, _MISTRAL_NAMES, shared_size=shared))
+    return _sparse(spec, fields, ExpertsSpec(router, size, shared_size=shared))
 
 
 def _with_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,10 @@ def sigmoid_experts(fields: Fields) -> ExpertsSpec:
             rounded=False,
         ),
         size,
-        ExpertNames(choice_bias="mlp.gate.e_score_correction_bias"),
+        ExpertNames(
+            choice_bias="mlp.gate.e_score_correction_bias",
+            renamed=(("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),),
+        ),
         router_in_float32=True,
         shared_size=size * count_from_0(fields, "n_shared_experts", 1),
     )

@@ -1,8 +1,9 @@
-"""Gemma 4 (2026), dense, text only: Gemma4ForCausalLM.
+"""Gemma 4 (2026), text only: Gemma4ForCausalLM.
 
 As Gemma 3, with norms of values, norms that multiply in fp32, a scalar for each layer, and layers of full attention
 with heads of another size, fewer of them, and perhaps with keys as values (31B). The last layers may read the keys and
-values of earlier ones, and layers may have an input of their own beside the hidden states (E2B, E4B).
+values of earlier ones, and layers may have an input of their own beside the hidden states (E2B, E4B). 26B-A4B has
+experts beside the MLP of each layer.
 """
 
 from __future__ import annotations
@@ -14,11 +15,20 @@ from typing import Any
 from cadenza_common.brief import brief
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import layer_windows, read_common
+from executor_svc.models.families.experts import read_router, with_experts, without_experts
 from executor_svc.models.families.gemma import GELU, SANDWICHED, read_softcap
+from executor_svc.models.file_form import BesideNames
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import ProportionalScaling
 from executor_svc.models.rope_fields import read_rope
-from executor_svc.models.spec import DecoderSpec, LayerInputs, LayerSizes, LayerSpec
+from executor_svc.models.spec import (
+    DecoderSpec,
+    ExpertNames,
+    ExpertsSpec,
+    LayerInputs,
+    LayerSizes,
+    LayerSpec,
+)
 
 _POSITIONS = 131_072
 _KV_HEADS, _HEAD_SIZE, _FULL_HEAD_SIZE = 4, 256, 512
@@ -30,6 +40,14 @@ _ROPES: dict[str, dict[str, Any]] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
 """Of a config.json without any."""
+_EXPERTS = ExpertNames(
+    router="router.proj",
+    router_scale="router.scale",
+    weight_scales="router.per_expert_scale",
+    into=("experts.{}.gate_proj", "experts.{}.up_proj"),
+    down="experts.{}.down_proj",
+    beside=BesideNames(),
+)
 _OWN = ("head_dim", "num_key_value_heads")
 """What a layer may have of its own in `per_layer_config`."""
 
@@ -37,10 +55,9 @@ _OWN = ("head_dim", "num_key_value_heads")
 def read_gemma4(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
-    fields.refuse("enable_moe_block", "mixtures of experts are not supported")
     causal = {"use_bidirectional_attention": None} if config.get("use_bidirectional_attention") == "vision" else {}
     spec = read_common(
-        {"num_key_value_heads": _KV_HEADS} | config | causal,
+        {"num_key_value_heads": _KV_HEADS} | without_experts(config) | causal,
         max_positions=_POSITIONS,
         head_size=_HEAD_SIZE,
         tied=True,
@@ -50,7 +67,7 @@ def read_gemma4(config: dict[str, Any]) -> DecoderSpec:
     layers = _layers(fields, spec)
     bias = fields.flag("attention_bias", False)
     unread = [index for index, layer in enumerate(layers) if layer.kv_of is not None]
-    return replace(
+    spec = replace(
         spec,
         layers=layers,
         qkv_bias=bias,
@@ -67,6 +84,10 @@ def read_gemma4(config: dict[str, Any]) -> DecoderSpec:
         logits_softcap=read_softcap(fields, "final_logit_softcapping", None),
         ignored=tuple(f"model.layers.{index}.self_attn.{name}" for index in unread for name in ("k_", "v_")),
     )
+    if not fields.flag("enable_moe_block", False):
+        return spec
+    size = fields.integer("moe_intermediate_size")
+    return with_experts(spec, ExpertsSpec(read_router(fields, rounded=False), size, _EXPERTS))
 
 
 def _layers(fields: Fields, spec: DecoderSpec) -> tuple[LayerSpec, ...]:

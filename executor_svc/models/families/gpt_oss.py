@@ -11,6 +11,7 @@ from typing import Any
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import layer_windows, optional_window, read_common, with_windows
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
+from executor_svc.models.file_form import StackedForm
 from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
 
@@ -42,7 +43,7 @@ def read_gpt_oss(config: dict[str, Any]) -> DecoderSpec:
     experts = ExpertsSpec(
         read_router(fields, scores="logits", weighing="softmax"),
         spec.intermediate_size,
-        ExpertNames(router="mlp.router"),
+        ExpertNames(router="mlp.router", stacked=StackedForm(transposed=True, interleaved=True)),
         biased=True,
         activation=ClippedSwiglu(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)),
     )

@@ -1,7 +1,8 @@
-"""Llama 4 (2025) without experts, text only: Llama4ForCausalLM.
+"""Llama 4 (2025), text only: Llama4ForCausalLM.
 
 Layers with a rotary embedding attend within chunks, to which norms of heads without weights belong. The others attend
-to everything, and scale their queries by position.
+to everything, and scale their queries by position. Some layers have experts, which read rows times the weights of the
+choice, and one that all rows share.
 """
 
 from __future__ import annotations
@@ -12,37 +13,46 @@ from typing import Any
 from cadenza_common.brief import brief
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import read_common, uniform_rope
+from executor_svc.models.families.experts import read_router, with_experts, without_experts
+from executor_svc.models.file_form import StackedForm
 from executor_svc.models.layers.rope import QueryScaling, RopeConfig
-from executor_svc.models.spec import DecoderSpec, LayerNames, LayerSpec
+from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames, LayerSpec
 
 _POSITIONS = 131_072
 _HEAD_SIZE, _WIDE = 128, 16_384
 _THETA = 500_000.0
 _EVERY = 4
+_TUNED = 4
+"""What the first files of Scout had for true in attn_temperature_tuning."""
 _CHUNK = _FLOOR = 8192
 _FULL, _CHUNKED = "full_attention", "chunked_attention"
 _NAMES = LayerNames(
     into_mlp=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
 )
-_EXPERTS = ("num_local_experts", "num_experts_per_tok")
-"""Of the layers that have some: none."""
+_EXPERTS = ExpertNames(
+    router="feed_forward.router",
+    into=("feed_forward.experts.{}.gate_proj", "feed_forward.experts.{}.up_proj"),
+    down="feed_forward.experts.{}.down_proj",
+    shared_into=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+    shared_down="feed_forward.shared_expert.down_proj",
+    stacked=StackedForm(transposed=True),
+)
+_EXPERT_SIZE, _NUM_EXPERTS = 8192, 16
 
 
 def read_llama4(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
-    _refuse_experts(fields)
-    content = {name: value for name, value in config.items() if name not in _EXPERTS}
     spec = read_common(
-        {**content, "intermediate_size": fields.integer("intermediate_size_mlp", _WIDE)},
+        {**without_experts(config), "intermediate_size": fields.integer("intermediate_size_mlp", _WIDE)},
         max_positions=_POSITIONS,
         head_size=_HEAD_SIZE,
         eps=1e-5,
         read_rotary=uniform_rope(theta=_THETA, rounding="sum"),
     )
     bias, normed = fields.flag("attention_bias", False), fields.flag("use_qk_norm", True)
-    return replace(
+    spec = replace(
         spec,
         layers=_layers(fields, spec),
         qkv_bias=bias,
@@ -52,14 +62,30 @@ def read_llama4(config: dict[str, Any]) -> DecoderSpec:
         head_norms="heads after rope" if normed else None,
         head_norm_weights=False,
     )
+    sparse = _sparse_layers(fields, spec.num_layers)
+    if not sparse:
+        return spec
+    size = fields.integer("intermediate_size", _EXPERT_SIZE)
+    router = read_router(
+        Fields({"num_local_experts": _NUM_EXPERTS, "num_experts_per_tok": 1} | config),
+        scores="logits",
+        weighing="sigmoid",
+        weighs_inputs=True,
+    )
+    return with_experts(spec, ExpertsSpec(router, size, _EXPERTS, shared_size=size), lambda layer: layer not in sparse)
 
 
-def _refuse_experts(fields: Fields) -> None:
+def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
+    """Return the layers that have experts."""
     named = fields.get("moe_layers")
     if named is None:
-        raise fields.error("moe_layers", "is not given, so that layers have experts: they are not supported")
-    if named != []:
-        raise fields.error("moe_layers", f"is {brief(named)}: mixtures of experts are not supported")
+        step = fields.integer("interleave_moe_layer_step", 1, at_most=num_layers)
+        return frozenset(range(step - 1, num_layers, step))
+    if not isinstance(named, list) or any(
+        not isinstance(each, int) or isinstance(each, bool) or not 0 <= each < num_layers for each in named
+    ):
+        raise fields.error("moe_layers", f"must be a list of layers from 0 to {num_layers - 1}, not {brief(named)}")
+    return frozenset(named)
 
 
 def _layers(fields: Fields, spec: DecoderSpec) -> tuple[LayerSpec, ...]:
@@ -94,7 +120,8 @@ def _rotated(fields: Fields, num_layers: int) -> list[bool]:
 
 def _scaled_rope(fields: Fields) -> RopeConfig | None:
     """Return what scales the queries of layers that do not rotate."""
-    if not fields.flag("attn_temperature_tuning", True):
+    tuned = fields.get("attn_temperature_tuning")
+    if tuned != _TUNED and not fields.flag("attn_temperature_tuning", True):
         return None
     beta = fields.number("attn_scale", 0.1, at_least=0.0)
     scaling = QueryScaling(beta, fields.integer("floor_scale", _FLOOR), first=1, rounded=False)

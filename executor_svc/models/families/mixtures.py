@@ -1,8 +1,8 @@
 """Families whose layers have experts: each a dense family with a router (`device.experts.Router`) and names.
 
 Qwen2-MoE and Qwen3-MoE (Yang et al., 2024, 2025), Mixtral (Jiang et al., 2024), OLMoE (Muennighoff et al., 2024),
-GLM-4.5 (Z.ai, 2025), ERNIE 4.5 (Baidu, 2025), Granite 3 MoE (IBM, 2024), Hunyuan A13B (Tencent, 2025), MiniMax M2
-(MiniMax, 2025).
+GLM-4.5 (Z.ai, 2025), ERNIE 4.5 (Baidu, 2025), Granite 3 MoE and 4.0 swash (IBM, 2024, 2026), Hunyuan A13B (Tencent,
+2025), MiniMax M2 (MiniMax, 2025), K-EXAONE (LG AI Research, 2026).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import MAX_LAYERS, read_common, uniform_rope
 from executor_svc.models.families.ernie import read_ernie_attention
+from executor_svc.models.families.exaone import read_exaone4
 from executor_svc.models.families.experts import (
     count_from_0,
     read_router,
@@ -21,26 +22,29 @@ from executor_svc.models.families.experts import (
     with_experts,
     without_experts,
 )
-from executor_svc.models.families.granite import read_granite
+from executor_svc.models.families.granite import read_granite, read_granite_swa
 from executor_svc.models.families.hunyuan import read_hunyuan
 from executor_svc.models.families.mistral import read_mistral
+from executor_svc.models.families.phi3 import W_NAMES
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
-from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
+from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames
 
 _QWEN_SHARED = ExpertNames(
     shared_into=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     shared_down="mlp.shared_expert.down_proj",
     shared_gate="mlp.shared_expert_gate",
 )
-_W_NAMES = ExpertNames(
-    router="block_sparse_moe.gate",
-    into=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
-    down="block_sparse_moe.experts.{}.w2",
-)
 _GRANITE = ExpertNames(
-    router="block_sparse_moe.router.layer",
-    into=("block_sparse_moe.input_linear.{}",),
-    down="block_sparse_moe.output_linear.{}",
+    router="block_sparse_moe.router",
+    into=("block_sparse_moe.experts.{}.gate_proj", "block_sparse_moe.experts.{}.up_proj"),
+    down="block_sparse_moe.experts.{}.down_proj",
+    shared_into=("shared_mlp.input_linear",),
+    shared_down="shared_mlp.output_linear",
+    renamed=(
+        ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
+        ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+        ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+    ),
 )
 _HUNYUAN = ExpertNames(
     router="mlp.gate.wg",
@@ -77,7 +81,7 @@ def read_mixtral(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     spec, fields = read_mistral({"sliding_window": None, **without_experts(config)}), Fields(config)
     router = read_router(fields, rounded=False)
-    return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, _W_NAMES))
+    return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, W_NAMES))
 
 
 def read_olmoe(config: dict[str, Any]) -> DecoderSpec:
@@ -108,6 +112,21 @@ def read_glm4_moe(config: dict[str, Any]) -> DecoderSpec:
     return with_experts(spec, sigmoid_experts(fields), lambda layer: layer < num_dense)
 
 
+def read_exaone_moe(config: dict[str, Any]) -> DecoderSpec:
+    """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
+    fields, spec = Fields(config), replace(read_exaone4(without_experts(config)), names=LayerNames(), ignored=("mtp.",))
+    given = {"moe_intermediate_size": 1024, "routed_scaling_factor": 2.5} | config
+    experts = sigmoid_experts(Fields(given, names={"n_shared_experts": "num_shared_experts"}))
+    kinds, num_dense = fields.get("mlp_layer_types"), count_from_0(fields, "first_k_dense_replace", 1)
+    if kinds is None:
+        return with_experts(spec, experts, lambda layer: layer < num_dense)
+    if not isinstance(kinds, list) or len(kinds) != spec.num_layers or set(map(str, kinds)) - {"dense", "sparse"}:
+        raise fields.error(
+            "mlp_layer_types", f"must be a list of dense and sparse with num_hidden_layers {spec.num_layers} entries"
+        )
+    return with_experts(spec, experts, lambda layer: kinds[layer] == "dense")
+
+
 def read_ernie_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields, spec = Fields(config), read_ernie_attention(without_experts(config), None)
@@ -127,9 +146,22 @@ def read_ernie_moe(config: dict[str, Any]) -> DecoderSpec:
 
 def read_granite_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
-    spec, fields = read_granite(without_experts(config)), Fields(config)
+    return _granite(read_granite(without_experts(config)), Fields(config))
+
+
+def read_granite_moe_swa(config: dict[str, Any]) -> DecoderSpec:
+    """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
+    defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    return _granite(read_granite_swa({**defaults, **without_experts(config)}), Fields(config))
+
+
+def _granite(spec: DecoderSpec, fields: Fields) -> DecoderSpec:
     router = read_router(fields, scores="logits", weighing="softmax")
-    return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, _GRANITE))
+    shared, names = count_from_0(fields, "shared_intermediate_size", 0), _GRANITE
+    if fields.flag("has_split_shared_mlp", False):  # in GGUF files
+        into = "shared_mlp.gate_proj", "shared_mlp.up_proj"
+        names = replace(names, shared_into=into, shared_down="shared_mlp.down_proj")
+    return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, names, shared_size=shared))
 
 
 def read_hunyuan_moe(config: dict[str, Any]) -> DecoderSpec:
@@ -150,6 +182,6 @@ def read_minimax_m2(config: dict[str, Any]) -> DecoderSpec:
     rotary = uniform_rope(theta=5_000_000.0, partial=share)
     spec = read_common(without_experts(config), max_positions=196_608, head_size=128, read_rotary=rotary)
     router = read_router(fields, scores="sigmoid", rounded=False)
-    names = replace(_W_NAMES, choice_bias="block_sparse_moe.e_score_correction_bias")
+    names = replace(W_NAMES, choice_bias="block_sparse_moe.e_score_correction_bias")
     spec = replace(spec, head_norms="all heads" if fields.flag("use_qk_norm", True) else None)
     return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, names))

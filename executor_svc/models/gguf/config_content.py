@@ -16,7 +16,7 @@ from executor_svc.models.gguf.gemma4_content import GEMMA4, gemma4_content
 from executor_svc.models.gguf.latent_content import LATENTS
 from executor_svc.models.gguf.rope_content import VectorReader, rope_content, shortest
 
-_ARCHITECTURES = {
+_ARCHITECTURES = {name: architecture for name, (architecture, _) in MIXTURES.items()} | {
     "apertus": "ApertusForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
@@ -42,7 +42,6 @@ _ARCHITECTURES = {
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
-    **{name: architecture for name, (architecture, _) in MIXTURES.items() if name != "llama"},
 }
 _MODEL_TYPES = {
     "gemma3": "gemma3_text",
@@ -69,6 +68,7 @@ _EXAONE_32B = 64
 _SENTENCEPIECE_BOS, _SENTENCEPIECE_EOS = 1, 2
 """Ids of vocabularies of sentencepiece that do not name them."""
 _EXAONE_WINDOW = 4096
+_EXAONE_MIXTURE_WINDOW, _EXAONE_EVERY = 128, 4
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose attention scale is of hidden_size / num_attention_heads; others: of the head size."""
 
@@ -115,6 +115,8 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
     if metadata.integer(f"{architecture}.expert_count", 0, at_least=0):
         if architecture not in MIXTURES:
             raise metadata.error(f"{architecture}.expert_count", "mixtures of experts are not supported")
+        if architecture != "llama":  # of Mistral: llama.cpp ignores its window
+            content |= _family_content(read, content)
         return content | expert_content(file, architecture, content)
     if architecture in LATENTS:
         raise metadata.error(f"{architecture}.expert_count", "a model without experts is not supported")
@@ -206,6 +208,9 @@ def _family_content(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]
             return {"sliding_window": window}
         case "cohere2":
             return {"sliding_window": window, "logit_scale": read.number("logit_scale")}
+        case "exaone-moe":
+            types = {"sliding_window_pattern": _EXAONE_EVERY} | _layer_types(read, content)
+            return {"sliding_window": window or _EXAONE_MIXTURE_WINDOW} | types
         case "exaone4":
             window = window or (_EXAONE_WINDOW if content["num_hidden_layers"] == _EXAONE_32B else None)
             return {"sliding_window": window} | _layer_types(read, content)
@@ -221,7 +226,7 @@ def _family_content(read: _KeyReader, content: dict[str, Any]) -> dict[str, Any]
             return {"use_bias": content["attention_bias"] or content["mlp_bias"]}
         case "seed_oss":
             return {"attention_out_bias": _has_bias(read.file, "attn_output")}
-        case "granite":
+        case "granite" | "granitemoe":
             return _granite_content(read, content)
         case "granite_swa":
             return _granite_swa_content(read, content, window)

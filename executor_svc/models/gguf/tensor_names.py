@@ -23,6 +23,7 @@ _ENDS = {
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
+_SHARED = ("mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp", "shared_mlp", "feed_forward.shared_expert")
 _LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -49,24 +50,28 @@ _LAYER = {
     "mlp.router": "ffn_gate_inp",
     "mlp.gate.wg": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "feed_forward.router": "ffn_gate_inp",
+    "router.proj": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    **{
-        f"mlp.{module}.{name}_proj": f"ffn_{name}_shexp"
-        for module in ("shared_expert", "shared_experts", "shared_mlp")
-        for name in ("gate", "up", "down")
-    },
+    "shared_mlp.input_linear": "ffn_up_shexp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+    **{f"{module}.{name}_proj": f"ffn_{name}_shexp" for module in _SHARED for name in ("gate", "up", "down")},
+    **{f"feed_forward.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
 _EXPERTS = {
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "block_sparse_moe.experts.w1": "ffn_gate_exps",
-    "block_sparse_moe.experts.w3": "ffn_up_exps",
-    "block_sparse_moe.experts.w2": "ffn_down_exps",
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
 }
 """One tensor has the matrices of all experts."""
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(.+\.experts)\.(\d+)\.(\w+)\.(\w+)")
+_FUSED = {"ffn_gate_exps": 0, "ffn_up_exps": 1}
+"""Which half of the rows of `ffn_gate_up_exps` each is, where files have that."""
+_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:.+\.)?experts\.(\d+)\.(\w+)\.(\w+)")
 _CHOICE_BIAS = re.compile(r"model\.layers\.(\d+)\..+\.e_score_correction_bias")
 _GEMMA = ("gemma2", "gemma3")
 _NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
@@ -76,12 +81,17 @@ _INPUTS = {
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
 }
+_BESIDE = {
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+}
 _SCALAR = "layer_scalar"
 _NEOX_MLP = {"mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"}
 _OTHER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(_GEMMA, _GEMMA_NORMS),
     **dict.fromkeys(("exaone4", "olmo2"), _NORMS_AFTER),
-    "gemma4": _GEMMA_NORMS | _INPUTS,
+    "gemma4": _GEMMA_NORMS | _INPUTS | _BESIDE,
     "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
@@ -109,7 +119,7 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
 """By architecture: what is called otherwise than in `_LAYER`, or is not there."""
-_NEIGHBOURS_ROTATED = ("granite", "granite_swa", "llama", "mistral3", "smollm3")
+_NEIGHBOURS_ROTATED = ("granite", "granite_swa", "granitemoe", "llama", "mistral3", "smollm3")
 """Those whose checkpoints rotate halves; where checkpoints rotate neighbours themselves, files have their order."""
 _ROTATED = ("self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.k_proj.bias")
 
@@ -123,8 +133,8 @@ class TensorNames:
 
     def stored(self, name: str) -> str:
         """Return GGUF's name of a tensor that transformers calls `name`; an unknown one stays as it is."""
-        if (expert := _EXPERT.fullmatch(name)) and (known := _EXPERTS.get(f"{expert[2]}.{expert[4]}")):
-            return f"blk.{expert[1]}.{known}.{expert[5]}"
+        if (expert := _EXPERT.fullmatch(name)) and (known := _EXPERTS.get(expert[3])):
+            return f"blk.{expert[1]}.{known}.{expert[4]}"
         if bias := _CHOICE_BIAS.fullmatch(name):
             return f"blk.{bias[1]}.exp_probs_b.bias"
         if name.endswith(".self_attn.sinks"):
@@ -132,6 +142,9 @@ class TensorNames:
         part, _, kind = name.rpartition(".")
         if part in _ENDS:
             return f"{_ENDS[part]}.{kind}"
+        words = name.split(".", 3)
+        if len(words) == 4 and words[3] in _SCALES:
+            return f"blk.{words[2]}.{_SCALES[words[3]]}"
         words = part.split(".", 3)
         if kind == _SCALAR and len(words) == 3:
             return f"blk.{words[2]}.layer_output_scale.weight"
@@ -154,7 +167,13 @@ class TensorNames:
     def expert(name: str) -> int | None:
         """Return the expert whose matrix in the stored tensor is meant; None: the tensor is meant as it is."""
         found = _EXPERT.fullmatch(name)
-        return None if found is None else int(found[3])
+        return None if found is None else int(found[2])
+
+    @staticmethod
+    def fused(stored: str) -> tuple[str, int] | None:
+        """Return the tensor that may have the matrices of `stored` too, and which half of its rows they are."""
+        before, module, kind = stored.rpartition(".")[0].rpartition(".")[0], *stored.split(".")[-2:]
+        return (f"{before}.ffn_gate_up_exps.{kind}", _FUSED[module]) if module in _FUSED else None
 
     def head_rows(self, name: str) -> int | None:
         """Return the number of rows that change places among themselves, or None: rows are in transformers' order."""

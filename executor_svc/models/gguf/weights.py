@@ -122,6 +122,7 @@ class GgufWeights(Weights):
         self._file.check_unchanged()
         used = {self._names.stored(name) for name in self._hashes}
         copy = self._names.stored(f"{HEAD}.weight") if ignored(f"{HEAD}.weight") else None  # of the table
+        used |= self._matrices.keys()
         used -= {name for name, each in self._matrices.items() if len(each) != self._file.tensors[name].shape[0]}
         unused = sorted(name for name in self._file.tensors if name not in used)
         unused = [name for name in unused if not ignored(name) and not ignored(self._names.original(name))]
@@ -136,12 +137,14 @@ class GgufWeights(Weights):
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         """Return a tensor of a type that can be read; raises LoaderError for a wrong shape, type or name."""
-        stored = self._names.stored(name)
+        stored, half = self._stored_name(name)
         tensor = self._file.tensors.get(stored)
         if tensor is None:
             raise LoaderError(f"{self._file.paths[0]}: tensor {stored} is missing")
         if (expert := self._names.expert(name)) is not None:
             tensor = self._matrix(tensor, expert)
+        if half is not None:
+            tensor = _half(tensor, half)
         if shape == (1, *tensor.shape):  # a linear of one row
             tensor = replace(tensor, shape=shape)
         if len(tensor.shape) == 3 and shape == (tensor.shape[0] * tensor.shape[1], tensor.shape[2]):  # of all heads
@@ -157,6 +160,12 @@ class GgufWeights(Weights):
             )
         return tensor
 
+    def _stored_name(self, name: str) -> tuple[str, int | None]:
+        """Return the name of the tensor in the file, and which half of its rows is meant; None: all."""
+        stored = self._names.stored(name)
+        fused = self._names.fused(stored) if stored not in self._file.tensors else None
+        return fused if fused is not None and fused[0] in self._file.tensors else (stored, None)
+
     def _matrix(self, tensor: GgufTensor, index: int) -> GgufTensor:
         """Return one expert's matrix of the tensor of all."""
         if len(tensor.shape) not in (2, 3) or index >= tensor.shape[0]:
@@ -168,7 +177,7 @@ class GgufWeights(Weights):
 
     def _is_absent_bias(self, name: str) -> bool:
         """Return whether a bias is not in the file: it is 0, as in llama.cpp."""
-        return name.endswith(".bias") and self._names.stored(name) not in self._file.tensors
+        return name.endswith(".bias") and self._stored_name(name)[0] not in self._file.tensors
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if self._is_absent_bias(name) or name in self._numbers:
@@ -297,6 +306,13 @@ def read_vector(file: GgufFile, name: str) -> list[float] | None:
         )
     numbers: list[float] = _dense(tensor).whole().float().tolist()
     return numbers
+
+
+def _half(tensor: GgufTensor, index: int) -> GgufTensor:
+    """Return half of a tensor's rows: the first or the second."""
+    rows = tensor.shape[0] // 2
+    start = index * rows * (tensor.num_bytes // max(1, tensor.shape[0]))
+    return replace(tensor, shape=(rows, *tensor.shape[1:]), offset=tensor.offset + start)
 
 
 def _dense(tensor: GgufTensor) -> StoredTensor:

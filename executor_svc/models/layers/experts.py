@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor_svc.device.experts import ExpertKernels, ExpertLinear, Router
+from executor_svc.device.experts import ExpertKernels, ExpertLinear, Router, Routes
 from executor_svc.device.kernels import Linear
 from executor_svc.device.ranks import WHOLE, RankKernels
 from executor_svc.models.layers.mlp import Mlp
+from executor_svc.models.layers.norm import Norm, RmsNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,21 @@ class Experts:
         self._share = WHOLE if ranks is None else ranks.share
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.compute(x, self.choose(x))
+
+    def choose(self, x: Tensor) -> Routes:
+        """Return what the rows of x choose."""
         kernels, choice = self._kernels, self._choice
         read = kernels.as_float32(x) if choice.in_float32 else x
         logits = choice.linear(read, torch.float32 if choice.in_float32 else None)
-        routes = kernels.route(logits, choice.router, x.dtype, choice.bias, choice.scales, self._share)
-        gate_up = self._gate_up(kernels.take_routed(x, routes), routes)
+        return kernels.route(logits, choice.router, x.dtype, choice.bias, choice.scales, self._share)
+
+    def compute(self, x: Tensor, routes: Routes) -> Tensor:
+        """Return what the chosen make of the rows of x."""
+        kernels, choice = self._kernels, self._choice
+        weighs = choice.router.weighs_inputs
+        routed = kernels.take_routed(x, routes, weighed=True) if weighs else kernels.take_routed(x, routes)
+        gate_up = self._gate_up(routed, routes)
         with kernels.routed(routes):
             activated = self._activate(gate_up)
         rows = self._down(activated, routes)
@@ -73,3 +84,20 @@ class Experts:
         gate = None if self._shared_gate is None else self._shared_gate(x)
         summed = kernels.combine(rows, routes, choice.router, shared, gate)
         return summed if self._ranks is None else self._ranks.sum_partials(summed, None, x.dtype)
+
+
+class ExpertsBeside:
+    """Experts beside an MLP, which read and choose by norms of their own of what the MLP's norm reads (Gemma 4)."""
+
+    def __init__(
+        self, experts: Experts, chooses_by: Norm, before: Norm, after: RmsNorm, after_mlp: Norm, kernels: ExpertKernels
+    ) -> None:
+        self._experts, self._kernels = experts, kernels
+        self._chooses_by, self._before, self._after, self._after_mlp = chooses_by, before, after, after_mlp
+
+    def __call__(self, of_mlp: Tensor, residual: Tensor) -> Tensor:
+        """Return the norm of what the MLP returned plus that of what experts return; may write into of_mlp."""
+        # A norm's result is valid until the next one: each is used up before.
+        routes = self._experts.choose(self._chooses_by(residual))
+        found = self._experts.compute(self._before(residual), routes)
+        return self._after.plus(found, self._after_mlp(of_mlp))

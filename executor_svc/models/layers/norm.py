@@ -34,6 +34,10 @@ class RmsNorm:
     def of_sum(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         return self._kernels.add_rms_norm(x, residual, self._weight, self._eps, scale)
 
+    def plus(self, x: Tensor, into: Tensor) -> Tensor:
+        """Return the normalized rows of x, plus those of into, rounded after each; may write into both."""
+        return self._kernels.add_normed_groups(x, into, self._weight, self._eps, 1.0, 1.0)
+
 
 class LayerNorm:
     """Implements `Norm` by mean and variance."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import Rope
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.layers.rope_scaling import DynamicScaling, NoScaling, Scaling
+from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScalingOfTwo, NoScaling, Scaling
 from executor_svc.portable_math import LARGEST_ANGLE, cos_and_sin, log
 
 _TILE_ROWS = 512
@@ -131,6 +131,9 @@ class RotaryTables:
         stored = dtype if config.rounding == "products" else torch.float32
         rounded = torch.float32 if config.rounding == "sum" else dtype
         cos, sin = (torch.empty(max_model_len, config.size, dtype=stored) for _ in range(2))
+        scaling, factor = config.scaling, config.scaling.attention_factor
+        if isinstance(scaling, LongScalingOfTwo):
+            factor = scaling.attention_factor_for(max_model_len)
         for start in range(0, max_model_len if config.size else 0, _TILE_ROWS):
             end = min(start + _TILE_ROWS, max_model_len)
             angles = torch.arange(start, end).float()[:, None] * frequencies
@@ -138,9 +141,9 @@ class RotaryTables:
                 raise ModelConfigError(
                     f"max_model_len {max_model_len} has rotary angles over {LARGEST_ANGLE:.0f} radians"
                 )
-            cos[start:end], sin[start:end] = _spread(_halves(angles, config.scaling.attention_factor, rounded))
-        self._cos, self._sin, scaling = cos.to(device), sin.to(device), config.query_scaling
-        self._query_scales = None if scaling is None else scaling.factors(max_model_len, dtype).to(device)
+            cos[start:end], sin[start:end] = _spread(_halves(angles, factor, rounded))
+        self._cos, self._sin, queries = cos.to(device), sin.to(device), config.query_scaling
+        self._query_scales = None if queries is None else queries.factors(max_model_len, dtype).to(device)
 
     def new(self, positions: Tensor) -> Rope:
         return Rope(self._cos, self._sin, positions, self._query_scales)

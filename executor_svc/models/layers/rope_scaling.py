@@ -97,6 +97,8 @@ class Llama3Scaling:
         wavelengths = 2 * math.pi / frequencies
         longest_kept = self.original_max_position / self.high_freq_factor
         shortest_divided = self.original_max_position / self.low_freq_factor
+        if longest_kept == shortest_divided:  # Llama 4: nothing is between
+            return torch.where(wavelengths > shortest_divided, frequencies / self.factor, frequencies)
         share = (self.original_max_position / wavelengths - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
         )
@@ -157,6 +159,17 @@ class LongScaling:
     def frequencies(self, theta: float, size: int, max_model_len: int) -> Tensor:
         chosen = self.long_factor if self.is_long(max_model_len) else self.short_factor
         return 1.0 / (torch.tensor(chosen, dtype=torch.float32) * _powers(theta, size))
+
+
+@dataclass(frozen=True, slots=True)
+class LongScalingOfTwo(LongScaling):
+    """With another factor of cos and sin for the short list (Phi-3.5-MoE)."""
+
+    short_attention_factor: float
+
+    def attention_factor_for(self, max_model_len: int) -> float:
+        """Return the factor of cos and sin."""
+        return self.attention_factor if self.is_long(max_model_len) else self.short_attention_factor
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,14 @@ from executor_svc.models.quantized.name_pattern import NamePattern
 from executor_svc.models.quantized.options import bits_of, group_of, log_fp8_activations, pattern_of, text_of, texts_of
 from executor_svc.models.quantized.row_major import Integers, open_fp8, open_integers, open_mxfp4
 from executor_svc.models.quantized.tensors import CheckpointTensors
+from executor_svc.models.spec import LAYER_TABLE
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
 _LINEAR_CLASSES = ("Linear", "Module")
 _EMBEDDING_CLASSES = ("Embedding", "Module")
 _NOT_NEEDED = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+
+_TABLES = ("embed_tokens", LAYER_TABLE)
 
 Scheme = Integers | Grouping | Literal["mxfp4"]
 """Of a linear's weight; a grouping: of e4m3."""
@@ -72,7 +75,7 @@ class CompressedTensors:
         Names precede patterns, patterns precede classes, and of several patterns or classes the first by its letters
         counts, in whatever group it is: so does the library that writes such files. (vLLM takes the first group.)
         """
-        classes = _EMBEDDING_CLASSES if names[0].endswith("embed_tokens") else _LINEAR_CLASSES
+        classes = _EMBEDDING_CLASSES if names[0].endswith(_TABLES) else _LINEAR_CLASSES
         if any(target.rank(name, classes) is not None for target in self.ignored for name in names):
             return None
         ranked = [

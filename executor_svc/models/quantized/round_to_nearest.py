@@ -61,9 +61,10 @@ class RoundedSource:
         """As in `WeightSource`."""
         if dtype is None:
             return self.open(name, shape).whole()
+        tensor = self._source.get(name, shape, dtype)
         if self._listener is not None:
-            raise LoaderError(f"--save-quantized: {name} is used in {dtype}, and would be saved in the model's dtype")
-        return self._source.get(name, shape, dtype)
+            self._listener.kept(name, tensor)
+        return tensor
 
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `WeightSource`; raises LoaderError for a weight that is in few bits already."""
@@ -85,6 +86,10 @@ class RoundedListener(Protocol):
 
     def dense(self, name: str, stored: StoredWeight) -> StoredWeight:
         """Return a tensor whose reads the listener sees."""
+        ...
+
+    def kept(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor that is used in a dtype of its own."""
         ...
 
     def rounded(self, prefix: str, rows: QuantRows) -> QuantRows:

@@ -26,8 +26,8 @@ from executor_svc.models.quantized.round_to_nearest import TABLES, Rounding
 from executor_svc.models.safetensors_file import LENGTH_BYTES
 from executor_svc.models.spec import LAYER_TABLE, MTP_LAYERS_FIELD
 
-_HEADER_BYTES = 4 << 20
-"""Reserved for the header, which the file begins with; spaces follow it."""
+_HEADER_BYTES, _LINEAR_BYTES = 4 << 20, 1 << 10
+"""Reserved for the header, which the file begins with, and of that for each linear; spaces follow it."""
 _BLOCK_BYTES = 1 << 22
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
 _COPIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges*")
@@ -42,7 +42,7 @@ class QuantizedFolder:
     Until the end of a `with` block without an error it is FOLDER.partial, which an error removes.
     """
 
-    def __init__(self, target: str, source: Path, rounding: Rounding, dtype: torch.dtype) -> None:
+    def __init__(self, target: str, source: Path, rounding: Rounding, dtype: torch.dtype, num_linears: int) -> None:
         """source: the folder of the dense checkpoint. Raises LoaderError if the target is there already."""
         self._target = Path(target).expanduser()
         self._partial = self._target.with_name(f"{self._target.name}.partial")
@@ -55,7 +55,8 @@ class QuantizedFolder:
             raise LoaderError(f"--save-quantized {target}: it is there already; give a new folder")
         try:
             self._mark = self._make_partial()
-            self._file = _TensorFile(self._partial / "model.safetensors")
+            header_bytes = _HEADER_BYTES + num_linears * _LINEAR_BYTES
+            self._file = _TensorFile(self._partial / "model.safetensors", header_bytes)
         except OSError as error:
             raise LoaderError(f"--save-quantized {target}: cannot be written: {error}") from error
 
@@ -105,6 +106,12 @@ class QuantizedFolder:
             self._dense.append(name.removesuffix(".weight"))
         return _SavedWeight(stored, self._file.place(name, stored.shape, self._dtype), self._dtype)
 
+    def kept(self, name: str, tensor: Tensor) -> None:
+        """As in `RoundedListener`."""
+        if len(tensor.shape) == 2:
+            self._dense.append(name.removesuffix(".weight"))
+        self._file.place(name, tuple(tensor.shape), tensor.dtype).write(tensor)
+
     def rounded(self, prefix: str, rows: QuantRows) -> QuantRows:
         """As in `RoundedListener`."""
         count, columns = rows.shape
@@ -149,8 +156,9 @@ def _sync(*paths: Path) -> None:
 class _TensorFile:
     """A safetensors file whose tensors are written in any order."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, header_bytes: int) -> None:
+        """header_bytes: reserved for the header."""
+        self._path, self._header_bytes = path, header_bytes
         self._entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._end = 0
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -159,7 +167,7 @@ class _TensorFile:
         """Return the place of a tensor."""
         begin, self._end = self._end, self._end + math.prod(shape) * dtype.itemsize
         self._entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, self._end]}
-        return _TensorPlace(self._path, self._file, LENGTH_BYTES + _HEADER_BYTES + begin)
+        return _TensorPlace(self._path, self._file, LENGTH_BYTES + self._header_bytes + begin)
 
     def close(self) -> None:
         os.close(self._file)
@@ -167,9 +175,9 @@ class _TensorFile:
     def finish(self) -> None:
         """Write the header; raises OSError."""
         header = json.dumps(self._entries).encode()
-        if len(header) > _HEADER_BYTES:
+        if len(header) > self._header_bytes:
             raise OSError(f"{self._path}: too many tensors for its header")
-        whole = _HEADER_BYTES.to_bytes(LENGTH_BYTES, "little") + header.ljust(_HEADER_BYTES)
+        whole = self._header_bytes.to_bytes(LENGTH_BYTES, "little") + header.ljust(self._header_bytes)
         _write(self._file, memoryview(whole), 0)
 
 

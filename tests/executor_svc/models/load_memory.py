@@ -1,6 +1,6 @@
 """Loads a model and prints the bytes of its weights, the memory that stays, and the peak. For tests only.
 
-Arguments: a checkpoint, --load-format and --numerics.
+Arguments: a checkpoint, --load-format, --numerics and --quantization.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def resident(field: str) -> int:
 
 
 def main() -> None:
-    model, load_format, numerics = sys.argv[1:]
+    model, load_format, numerics, quantization = sys.argv[1:]
     config = ExecutorConfig.model_validate(
         {
             "model": model, "device": "cpu", "num_threads": 2, "max_num_batched_tokens": 16, "max_num_seqs": 16,
-            "load_format": load_format, "numerics": numerics,
+            "load_format": load_format, "numerics": numerics, "quantization": quantization,
         }
     )  # fmt: skip
     device = make_device(config)

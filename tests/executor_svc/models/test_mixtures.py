@@ -10,14 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart
 from executor_svc.models.adapters.modules import decoder_modules
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.folder import LoaderError
 from tests.checkpoints import MIXTURES, make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.models.test_model_configs import read
-from tests.helpers.models.golden import random_prompts
+from tests.golden.test_mixtures import CASES
+from tests.helpers.models.golden import check_bits_of_chunks, random_prompts
 
+BESIDE = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"num_experts": 2**40}, "num_experts must be at most 4096"),
     ("qwen3_moe", {"num_experts": -1}, "num_experts must be a positive integer, not -1"),
@@ -55,6 +58,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "rope_parameters.mscale_all_dim 1e+09 must be at most 1e+06",
     ),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0: clipped queries, keys and values are not supported"),
+    ("qwen3_moe", {"num_experts": 0}, "num_experts must be a positive integer, not 0"),
+    ("qwen3_moe", {"num_experts": "8"}, "num_experts must be a positive integer, not '8'"),
+    ("qwen3_moe", {"num_experts_per_tok": 65, "num_experts": 128}, "num_experts_per_tok must be at most 64, not 65"),
+    ("mixtral", {"num_experts": None, "num_local_experts": []}, "num_local_experts must be a positive integer, not []"),
+    ("glm4_moe", {"n_group": 0}, "n_group must be a positive integer, not 0"),
+    ("gemma4_text", {**BESIDE, "top_k_experts": 9}, "top_k_experts 9 is more than the 8 experts to choose"),
+    ("gemma4_text", {**BESIDE, "num_experts": None}, "num_experts must be a positive integer, not None"),
+    ("gemma4_text", {**BESIDE, "moe_intermediate_size": None}, "moe_intermediate_size must be a positive integer"),
+    ("gemma4_text", {"enable_moe_block": 1}, "enable_moe_block must be true or false, not 1"),
+    ("llama4_text", {"moe_layers": [0, 6]}, "moe_layers must be a list of layers from 0 to 5, not [0, 6]"),
+    ("llama4_text", {"moe_layers": "all"}, "moe_layers must be a list of layers from 0 to 5, not 'all'"),
+    ("llama4_text", {"moe_layers": None, "interleave_moe_layer_step": 0}, "interleave_moe_layer_step must be a pos"),
+    ("llama4_text", {"moe_layers": [1], "num_local_experts": 0}, "num_local_experts must be a positive integer, not 0"),
+    ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok must be 2, which this router chooses, not 3"),
+    ("phimoe", {"router_jitter_noise": -1}, "router_jitter_noise must be a number of at least 0, not -1"),
+    ("exaone_moe", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types must be a list of dense and sparse with num_hid"),
+    ("exaone_moe", {"mlp_layer_types": ["sparse"] * 5 + [3]}, "mlp_layer_types must be a list of dense and sparse"),
+    ("granitemoe_swa", {"shared_intermediate_size": -3}, "shared_intermediate_size must be a positive integer, not -3"),
     ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": [1, 2]}, "moe_topk must be a positive integer"),
 ]
 
@@ -85,6 +106,14 @@ EXPERTS = "model.layers.2.mlp.experts"
     [
         (lambda tensors: tensors.pop(f"{EXPERTS}.5.up_proj.weight"), r"experts\.5\.up_proj\.weight is missing"),
         (lambda tensors: tensors.pop("model.layers.2.mlp.gate.weight"), r"mlp\.gate\.weight is missing"),
+        (
+            lambda tensors: tensors.update({"model.layers.2.mlp.gate.weight": torch.ones(7, 40)}),
+            r"mlp\.gate\.weight has shape \[7, 40\], config.json says \[8, 40\]",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.2.mlp.gate.e_score_correction_bias": torch.ones(9)}),
+            r"e_score_correction_bias has shape \[9\], config.json says \[8\]",
+        ),
         (
             lambda tensors: tensors.update({f"{EXPERTS}.8.up_proj.weight": torch.ones(24, 40)}),
             r"1 tensors that the model does not use: model\.layers\.2\.mlp\.experts\.8\.up_proj\.weight",
@@ -117,8 +146,71 @@ def test_a_tensor_may_have_the_matrices_of_all_experts(folder: Path, tmp_path: P
     if count == 8:
         assert torch.equal(Model(changed).whole(prompt), wanted)
         return
-    with pytest.raises(LoaderError, match=r"and no matrix 7|6 tensors that the model does not use"):
+    with pytest.raises(LoaderError, match=r"has shape \[[79], 40, 24\], config.json says \[8, 40, 24\]"):
         Model(changed)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "granitemoe", "gemma4", "llama4"])
+def test_a_tensor_of_other_experts_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Of one expert less, or with the matrix of each turned."""
+    family, shape = CASES[name]
+    folder = make_checkpoint(tmp_path / "made", family, **shape)
+    tensors = load_file(folder / "model.safetensors")
+    stack = next(each for each, tensor in tensors.items() if tensor.ndim == 3)
+    for index, changed in enumerate((tensors[stack][1:], tensors[stack].transpose(1, 2))):
+        with pytest.raises(
+            LoaderError, match=r"tensor model\.layers.+ has shape \[.+\], config.json says \[.+\] for all exp"
+        ):
+            Model(copy(folder, tmp_path / str(index), tensors | {stack: changed.contiguous()}))
+
+
+def test_tensors_may_be_in_the_form_of_qwen3_5(folder: Path, tmp_path: Path) -> None:
+    """Gate and up of all experts in one tensor, not turned, gate's rows first."""
+    tensors = load_file(folder / "model.safetensors")
+    (prompt,) = random_prompts(131, (30,))
+    wanted = Model(folder).whole(prompt)
+    for layer in (1, 2):
+        gate, up, down = (
+            torch.stack([tensors.pop(f"model.layers.{layer}.mlp.experts.{each}.{name}.weight") for each in range(8)])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = down
+    assert torch.equal(Model(copy(folder, tmp_path / "changed", tensors)).whole(prompt), wanted)
+
+
+def test_old_files_of_scout_have_a_number_for_true() -> None:
+    assert read("llama4_text", attn_temperature_tuning=4) == read("llama4_text", attn_temperature_tuning=True)
+    assert read("llama4_text", attn_temperature_tuning=False) != read("llama4_text")
+
+
+def unasked(folder: Path, target: Path) -> Path:
+    """Write a mixture whose experts 2 and 3, a group, are never chosen, and whose rows all choose experts 4 and 5."""
+    tensors = load_file(folder / "model.safetensors")
+    for layer in (1, 2):
+        bias = tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
+        bias[2:4], bias[4:6] = -100.0, 100.0
+    return copy(folder, target, tensors)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str)
+def test_nan_in_an_expert_that_nobody_asks_reaches_no_row(folder: Path, tmp_path: Path, options: Any) -> None:
+    """All rows share two experts, in bf16, in chunks and beside others."""
+    model = Model(unasked(folder, tmp_path / "changed"), dtype="bfloat16", **options)
+    (prompt,) = random_prompts(131, (40,))
+    expected = model.whole(prompt)
+    decoder: Any = model.loaded.model
+    spoilt = 0
+    for layer in decoder._layers[1:]:
+        for linear in (layer.mlp._gate_up, layer.mlp._down):
+            for expert in (2, 3):
+                for part in linear._weights._linears[expert].parts:
+                    memory = part.packed if isinstance(part, PackedWeightPart) else part.panels
+                    memory.view(torch.uint8).fill_(0xFF)
+                    spoilt += 1
+    assert spoilt >= 8
+    assert torch.equal(model.whole(prompt), expected)
+    check_bits_of_chunks(model)
 
 
 def test_the_bias_of_the_choice_stays_in_float32(folder: Path, tmp_path: Path) -> None:
@@ -147,13 +239,14 @@ def test_a_checkpoint_with_nan_in_an_expert_is_refused(folder: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_adapters_change_attention_head_and_embeddings_alone(family: str) -> None:
+def test_adapters_change_all_but_experts(family: str) -> None:
     spec = read(family)
-    inner = {"attention.qkv"}
-    if spec.has_latents:
-        inner = {"attention.latents", "attention.queries"}
     modules = decoder_modules(spec)
-    assert {module.linear for module in modules.values()} == {*inner, "attention.output", "lm_head", None}
+    inner = {"attention.latents", "attention.queries"} if spec.has_latents else {"attention.qkv"}
+    assert {module.linear for module in modules.values()} >= {*inner, "attention.output", "lm_head", None}
+    assert not any(".experts." in name for name in modules)
+    shares = any(layer.experts is not None and layer.experts.shared_size for layer in spec.layers)
+    assert any(module.linear == "shared.down" for module in modules.values()) == shares
 
 
 def test_what_a_token_does_not_read() -> None:

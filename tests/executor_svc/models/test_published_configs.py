@@ -25,6 +25,8 @@ FILES = sorted((Path(__file__).parents[2] / "data" / "published_configs").iterdi
 MIXTURE_LAYERS = 4
 """As many of one whose layers have hundreds of experts."""
 LISTS = ("layer_types", "no_rope_layers", "layer_rope_theta")
+RENAMED = {"phimoe": {".mlp.router.": ".block_sparse_moe.gate."}}
+"""What transformers calls otherwise than files do."""
 MOST_LAYERS = 8
 """Of a model that is built: more are alike."""
 
@@ -88,6 +90,8 @@ class Builder:
 def few_layers(content: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a model with its first layers alone."""
     lists: dict[str, Any] = {name: content[name][:MOST_LAYERS] for name in LISTS if content.get(name)}
+    if content.get("moe_layers"):
+        lists["moe_layers"] = [layer for layer in content["moe_layers"] if layer < MOST_LAYERS]
     if content.get("num_kv_shared_layers"):
         lists["num_kv_shared_layers"] = 2
     most = MIXTURE_LAYERS if content.get("n_routed_experts") else MOST_LAYERS
@@ -109,26 +113,30 @@ def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tup
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(value.shape) or (1,) for name, value in model.state_dict().items()}
+    for old, new in RENAMED.get(content["model_type"], {}).items():
+        shapes = {name.replace(old, new): shape for name, shape in shapes.items()}
+    shapes = by_expert(shapes, spec)
     names = decoder_names(shapes, spec.names.first, spec.files)
     own = {name: stored for name, stored in names.items() if not is_ignored(name, spec)}
     assert all(spec.files.stored_name(name) == stored or name == stored for name, stored in own.items())
-    found = {name: in_order(name, shapes[stored], spec) for name, stored in own.items()}
-    return {name: shape for each in found.items() for name, shape in by_expert(*each)}
+    return {name: in_order(name, shapes[stored], spec) for name, stored in own.items()}
 
 
-def by_expert(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the tensors of a module of all experts as files have them: transformers joins gate and up, and experts."""
-    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-        yield name, shape
-        return
-    prefix, _, module = name.rpartition(".")
-    count, rows, columns = shape
-    for expert in range(count):
-        if module == "down_proj":
-            yield f"{prefix}.{expert}.down_proj.weight", (rows, columns)
-            continue
-        for part in ("gate_proj", "up_proj"):
-            yield f"{prefix}.{expert}.{part}.weight", (rows // 2, columns)
+def by_expert(shapes: dict[str, tuple[int, ...]], spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes with those of single experts in the place of the tensors of all."""
+    found = {name: shape for name, shape in shapes.items() if len(shape) < 3}
+    for name, (count, *size) in shapes.items() - found.items():
+        layer = int(name.split(".")[2])
+        experts = spec.layers[layer].experts
+        assert experts is not None
+        own, hidden = experts.intermediate_size, spec.hidden_size
+        into = "gate_up" in name
+        assert (count, sorted(size)) == (experts.router.num_experts, sorted((2 * own if into else own, hidden)))
+        shape = (own, hidden) if into else (hidden, own)
+        modules = experts.names.into if into else (experts.names.down,)
+        found |= {f"model.layers.{layer}.{each.format(expert)}.weight": shape
+                  for each in modules for expert in range(count)}  # fmt: skip
+    return found
 
 
 def in_order(name: str, shape: tuple[int, ...], spec: DecoderSpec) -> tuple[int, ...]:

@@ -196,10 +196,11 @@ def test_targets_and_ignored_modules() -> None:
         for name in (
             "lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj",
             "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.o_proj",
+            "model.embed_tokens_per_layer",
         )
     }  # fmt: skip
     found = [None if scheme is None else (scheme.bits, scheme.grouping.size[1]) for scheme in schemes.values()]
-    assert found == [None, None, None, (4, 32), (8, 32), (4, 16), None]
+    assert found == [None, None, None, (4, 32), (8, 32), (4, 16), None, None]
 
 
 def test_of_overlapping_patterns_the_first_by_its_letters_counts() -> None:

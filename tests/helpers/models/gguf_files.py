@@ -23,6 +23,8 @@ from tests.helpers.models.gguf_gemma4 import write_gemma4
 
 ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 """Matrices that are F32 in any case."""
+_SPLIT = ("granitemoe", "llama4")
+"""Those of which gate and up of all experts are tensors of their own."""
 _EXPERT = re.compile(r"(\.experts)\.(\d+)\.(\w+\.weight)$")
 Floats = NDArray[np.float32]
 Kinds = Callable[[str], Type]
@@ -38,10 +40,14 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "ernie4_5_moe": "ernie4_5-moe",
+    "exaone_moe": "exaone-moe",
     "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2",
     "gpt_oss": "gpt-oss",
+    "granitemoe_swa": "granite_swa",
+    "granitemoeshared": "granitemoe",
     "hunyuan_v1_moe": "hunyuan-moe",
+    "llama4_text": "llama4",
     "minimax_m2": "minimax-m2",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -131,6 +137,12 @@ def dequantized(folder: Path, target: Path, kinds: Kinds) -> Path:
                 values, is_turned = np.ascontiguousarray(values.T), True
             values = gguf.dequantize(quantized(values, kind), kind)
             values = values.T if is_turned else values
+        if values.ndim == 3 and architecture != "gpt-oss":
+            is_turned = architecture == "llama4"
+            stored = values.swapaxes(1, 2) if is_turned else values
+            kind = kinds(f"blk.0.{_stack(name)[0]}.weight")
+            values = gguf.dequantize(quantized(np.ascontiguousarray(stored), kind), kind)
+            values = values.swapaxes(1, 2) if is_turned else values
         tensors[name] = torch.from_numpy(values.copy())
     target.mkdir()
     (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}), encoding="utf-8")
@@ -196,6 +208,16 @@ def gguf_name(name: str, architecture: str) -> str:
     part, _, kind = (f"{name}.weight" if name.endswith("layer_scalar") else _EXPERT.sub(r"\1.\3", name)).rpartition(".")
     if kind == "sinks":
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
+    others = {
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+        "shared_mlp.input_linear.weight": "ffn_up_shexp.weight",
+        "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+    }
+    for end, other in others.items():
+        if name.endswith(f".{end}"):
+            return f"blk.{name.split('.')[2]}.{other}"
     found = _names(architecture).get_name(part)
     assert found is not None, name
     return f"{found}.{kind}"
@@ -213,6 +235,9 @@ def _config(folder: Path) -> dict[str, Any]:
     names |= {"n_layer": "num_hidden_layers", "n_inner": "intermediate_size", "ffn_hidden_size": "intermediate_size"}
     config |= {known: config[name] for name, known in names.items() if config.get(name)}
     heads = config["num_attention_heads"]
+    if config["model_type"] == "llama4_text":
+        sizes = {"moe_intermediate_size": config["intermediate_size"]}
+        return config | sizes | {"intermediate_size": config["intermediate_size_mlp"]}
     if config["model_type"] == "falcon":
         return config | {"num_key_value_heads": config["num_kv_heads"] if config["new_decoder_architecture"] else 1}
     return config | ({"num_key_value_heads": heads} if config["model_type"] in ("gpt2", "gpt_neox") else {})
@@ -227,18 +252,27 @@ def _names(architecture: str) -> gguf.TensorNameMap:
 
 
 _MIXTURES = (
-    "deepseek2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "hunyuan_v1_moe",
+    "llama4_text",
+    "minimax_m2",
     "mistral4",
-    "ernie4_5-moe",
-    "glm4moe",
-    "gpt-oss",
-    "hunyuan-moe",
-    "minimax-m2",
+    "mixtral",
     "olmoe",
-    "qwen2moe",
-    "qwen3moe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
 )
-_NEIGHBOURS = ("llama", "granite", "granite_swa", "mistral3", "smollm3")
+_NEIGHBOURS = ("llama", "granite", "granite_swa", "granitemoe", "mistral3", "smollm3")
 
 
 def neighbours(values: Floats, heads: int) -> Floats:
@@ -273,6 +307,13 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
         if expert := _EXPERT.search(name):
             experts.setdefault(gguf_name(name, architecture), []).append((int(expert[2]), values))
             continue
+        if values.ndim == 3:
+            yield from _stacked(name, values.swapaxes(1, 2) if architecture == "llama4" else values, architecture)
+            continue
+        if name.endswith("shared_mlp.input_linear.weight") and architecture in _SPLIT:
+            for part, half in zip(("gate", "up"), np.split(values, 2), strict=True):
+                yield f"blk.{name.split('.')[2]}.ffn_{part}_shexp.weight", half
+            continue
         if name.endswith(("e_score_correction_bias", "shared_expert_gate.weight")):
             values = values.flatten()
         if architecture in _NEIGHBOURS and (".q_proj" in name or ".q_norm" in name):
@@ -288,6 +329,22 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
         yield gguf_name(name, architecture), values
     for name, matrices in experts.items():
         yield name, np.stack([values for _, values in sorted(matrices, key=lambda each: each[0])])
+
+
+def _stack(name: str) -> tuple[str, ...]:
+    """Return what GGUF calls the tensor of all experts, and its halves, if it has gate and up."""
+    into = name.endswith(("gate_up_proj", "input_linear.weight"))
+    return ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps") if into else ("ffn_down_exps",)
+
+
+def _stacked(name: str, rows: Floats, architecture: str) -> Iterator[tuple[str, Floats]]:
+    """Yield the tensors of all experts [E, rows, columns]."""
+    whole, *halves = _stack(name)
+    parts = {whole: rows}
+    if halves and architecture in _SPLIT:
+        parts = dict(zip(halves, np.split(rows, 2, axis=1), strict=True))
+    for part, each in parts.items():
+        yield f"blk.{name.split('.')[2]}.{part}.weight", np.ascontiguousarray(each)
 
 
 def _of_gpt_oss(name: str, values: Floats) -> Iterator[tuple[str, Floats]]:
@@ -355,11 +412,18 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
         writer.add_array(f"{architecture}.attention.rope_pattern", [bool(each) for each in config["layer_rope_theta"]])
     if architecture == "gptneox":
         writer.add_parallel_residual(config["use_parallel_residual"])
-    if config["model_type"] in ("cohere2", "exaone4", "granite_swa", "olmo3") and config.get("sliding_window"):
+    if config["model_type"] in (
+        "cohere2",
+        "exaone4",
+        "exaone_moe",
+        "granite_swa",
+        "granitemoe_swa",
+        "olmo3",
+    ) and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
         if config["model_type"] != "cohere2":
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
-    if architecture in _MIXTURES or config["model_type"] == "mixtral":
+    if config["model_type"] in _MIXTURES or config.get("enable_moe_block"):
         _write_experts(writer, config)
     if config.get("logit_scale"):
         writer.add_logit_scale(config["logit_scale"])
@@ -411,6 +475,7 @@ def _write_factors(writer: Any, config: dict[str, Any]) -> None:
             add(config[field])
 
 
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 _COUNTS = ("num_local_experts", "num_experts", "moe_num_experts", "n_routed_experts")
 
 
@@ -419,9 +484,7 @@ def _write_experts(writer: Any, config: dict[str, Any]) -> None:
     size = config.get("moe_intermediate_size") or config["intermediate_size"]
     count = next(config[name] for name in _COUNTS if name in config)
     writer.add_expert_count(count)
-    writer.add_expert_used_count(
-        next(config[name] for name in ("num_experts_per_tok", "moe_topk", "moe_k") if name in config)
-    )
+    writer.add_expert_used_count(next(config[name] for name in _CHOSEN if name in config))
     if config["model_type"] not in ("mixtral", "olmoe"):
         writer.add_expert_feed_forward_length(size)
     match config["model_type"]:
@@ -437,6 +500,16 @@ def _write_experts(writer: Any, config: dict[str, Any]) -> None:
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         case "gpt_oss":
             writer.add_sliding_window(config["sliding_window"])
+        case "granitemoe_swa" | "granitemoeshared":
+            writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+        case "llama4_text":
+            writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+        case "exaone_moe":
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+            writer.add_expert_shared_count(config["num_shared_experts"])
+            writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+            writer.add_expert_weights_scale(config["routed_scaling_factor"])
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
         case "glm4_moe" | "glm4_moe_lite" | "deepseek_v2" | "deepseek_v3" | "mistral4":
             softmax = config["model_type"] in ("deepseek_v2", "mistral4")
             kinds = gguf.ExpertGatingFuncType

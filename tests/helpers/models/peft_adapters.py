@@ -38,6 +38,7 @@ def save_peft_adapter(base: Path, folder: Path, seed: int = 0, from_start: bool 
         import peft
 
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model.config._experts_implementation = "eager"  # grouped products are not of float64
         adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **config))
         start = {}
         if from_start:

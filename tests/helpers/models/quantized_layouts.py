@@ -32,7 +32,7 @@ def quantize_checkpoint(folder: Path, layout: str, quantized: Path, dense: Path)
     config, pack = LAYOUTS[layout]
     few_bits, wide = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if name.endswith(LINEARS):
+        if name.endswith(LINEARS) and not name.endswith("router.proj.weight"):
             tensors, wide[name] = pack(tensor.float())
             prefix = name.removesuffix("weight")
             few_bits.update({prefix + key: each.contiguous() for key, each in tensors.items()})

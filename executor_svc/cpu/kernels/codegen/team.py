@@ -42,7 +42,9 @@ class KernelLaunch:
     times: int = 1
     """Factor of the count: rows of the step that are there so many times, once for each expert that they chose."""
     counted_at: int = 0
-    """Address of a number that a launch before it writes, in the place of ceil(count / share) where that is not 0."""
+    """Address of a number that a launch before it writes, in the place of ceil(count / share) where that is not 0.
+
+    Nothing else of the program may write it: threads that are late read it when others are launches ahead."""
 
 
 class LaunchProgram:

@@ -148,9 +148,10 @@ class _Row:
         def pick(number: Int, _: list[Vec]) -> None:
             chosen = self._highest()
             emit.builder.store(chosen.value, emit.pointer(ids + number * 8, _I64))
-            emit.store(
-                emit.load_all(self._scores + chosen * _FLOAT, "float32"), weights + number * _FLOAT, "float32", 1
-            )
+            score = emit.load_all(self._scores + chosen * _FLOAT, "float32")
+            if router.weighing == "sparsemixer":
+                score = self._share(score)
+            emit.store(score, weights + number * _FLOAT, "float32", 1)
             emit.store(emit.vec(_LOWEST), self._choices + chosen * _FLOAT, "float32", 1)
 
         emit.loop(0, router.num_chosen, 1, pick)
@@ -171,6 +172,21 @@ class _Row:
         number = emit.builder.extract_element(lowest.value, ir.Constant(ir.IntType(32), 0))
         return Int(emit, emit.builder.fptosi(number, _I64))
 
+    def _share(self, best: Vec) -> Vec:
+        """Return the share of the best logit among those near it that are not chosen yet."""
+        emit, dtype = self._emit, self._rounded
+        limit = emit.vec(2 * self._router.jitter).rounded(dtype)
+
+        def look(place: Int, so_far: list[Vec]) -> list[Vec]:
+            logit = emit.load(self._choices + place * _FLOAT, "float32")
+            distance = (best - logit).rounded(dtype) / logit.larger(logit * -1.0).larger(best)
+            near = emit.builder.fcmp_unordered("<=", distance.rounded(dtype).value, limit.value)
+            near = emit.builder.and_(near, emit.builder.fcmp_ordered(">", logit.value, emit.vec(_LOWEST).value))
+            return [so_far[0] + where(emit, near, exp(logit - best), emit.vec(0.0))]
+
+        (total,) = emit.loop(0, _padded(self._router.num_experts), LANES, look, [emit.vec(0.0)])
+        return emit.vec(1.0) / total.total()
+
     def weigh(self, ids: Int, weights: Int, scales: Int) -> None:
         """Turn the scores of the chosen into their weights."""
         emit, router = self._emit, self._router
@@ -182,6 +198,8 @@ class _Row:
             self._update(weights, lambda weight: exp(weight - peak))
             total = self._each(weights, lambda weight, total: total + weight, emit.vec(0.0))
             self._update(weights, lambda weight: weight / total)
+        elif router.weighing == "sigmoid":
+            self._update(weights, lambda weight: emit.vec(1.0) / (exp(weight * -1.0) + 1.0))
         if router.factor != 1.0:
             self._update(weights, lambda weight: weight * router.factor)
 

@@ -16,7 +16,7 @@ from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.experts.blocks import BLOCK_WORDS, COUNTS, BlockArgument, each_block, group, most_blocks
 from executor_svc.cpu.kernels.experts.choose import choose, scratch_bytes
-from executor_svc.cpu.kernels.experts.combine import combine
+from executor_svc.cpu.kernels.experts.combine import combine, spread
 from executor_svc.cpu.kernels.experts.weights import ExpertWeights, StoredExpert
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.quantized.files.panels import FilePanels
@@ -58,8 +58,8 @@ class _Call:
     """Of a block at most, and so of what is launched."""
     advances: list[tuple[Tensor, BlockArgument]] = field(default_factory=list)
     """Tensors with the rows of all blocks: how an address in their first row goes on."""
-    arguments: list[IntArray] = field(default_factory=list)
-    """Of the kernels; the launches have their addresses."""
+    arguments: list[IntArray | Tensor] = field(default_factory=list)
+    """Of the kernels, and the counts; the launches have their addresses."""
 
 
 class CpuExpertLinear:
@@ -68,7 +68,7 @@ class CpuExpertLinear:
     def __init__(self, linears: Sequence[StoredExpert], kernels: CpuExpertKernels) -> None:
         self._weights = ExpertWeights(linears)
         self._kernels = kernels
-        self._arguments: list[IntArray] = []
+        self._arguments: list[IntArray | Tensor] = []
         """Kept for recorded programs."""
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
@@ -89,6 +89,9 @@ class CpuExpertKernels(CpuKernels):
         wide = self._widened(x)
         assert wide.shape == x.shape, "an odd number of columns"
         return wide
+
+    def has_router(self, router: Router) -> bool:
+        return True
 
     def route(
         self,
@@ -125,13 +128,19 @@ class CpuExpertKernels(CpuKernels):
             places=whole("places of chosen", num_rows, router.num_chosen),
             sources=whole("sources of routed", routed),
             blocks=whole("blocks", most_blocks(routed, router.num_experts), BLOCK_WORDS),
-            counts=whole("counts of routed", COUNTS),
+            # Of its own in each layer: a thread that is late reads it when others are layers ahead.
+            counts=torch.zeros(COUNTS, dtype=torch.int64),
         )
 
-    def take_routed(self, x: Tensor, routes: Routes) -> Tensor:
+    def take_routed(self, x: Tensor, routes: Routes, weighed: bool = False) -> Tensor:
         assert isinstance(routes, CpuRoutes)
-        with self.routed(routes):
-            return self.take_rows(x, routes.sources, "routed")
+        if not weighed:
+            with self.routed(routes):
+                return self.take_rows(x, routes.sources, "routed")
+        y = self._new("routed", (len(routes.sources), x.shape[1]), x.dtype)
+        kernel = spread(self.code, _dtype(x), x.shape[1], routes.ids.shape[1])
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(x, routes.places, routes.weights, y)), len(x))
+        return y
 
     @contextmanager
     def routed(self, routes: Routes) -> Iterator[None]:
@@ -163,7 +172,7 @@ class CpuExpertKernels(CpuKernels):
         partial = routes.share.size > 1
         y = self._new("combined", (num_rows, width), torch.float32 if partial else rows.dtype)
         assert beside is None or beside.dtype == y.dtype
-        kinds = router.rounded, beside is not None, gate is not None, partial
+        kinds = not router.weighs_inputs, router.rounded, beside is not None, gate is not None, partial
         kernel = combine(self.code, _dtype(rows), width, router.num_chosen, *kinds)
         more = (0 if each is None else _addresses(each)[0] for each in (beside, gate))
         arguments = (*_addresses(rows, routes.places, routes.weights), *more, y.data_ptr())
@@ -172,13 +181,16 @@ class CpuExpertKernels(CpuKernels):
 
     # ------------------------------------------------------------------ kernels for each block
 
-    def each_expert(self, x: Tensor, routes: CpuRoutes, weights: ExpertWeights) -> tuple[Tensor, list[IntArray]]:
+    def each_expert(
+        self, x: Tensor, routes: CpuRoutes, weights: ExpertWeights
+    ) -> tuple[Tensor, list[IntArray | Tensor]]:
         """Return the rows of experts' linears for routed rows x, and memory that a recording keeps addresses of.
 
         The first expert's linear is launched over the rows of one block, and every launch becomes one over all blocks.
         """
         first = weights.first
         call = self._call = _Call(routes, weights, min(len(x), ROWS_AT_ONCE))
+        call.arguments.append(routes.counts)
         call.advances.append((x, BlockArgument(0, row_bytes=x.nbytes // len(x))))
         try:
             y = self.stored_linear(x[: call.num_rows], first.parts, first.bias, first.out_features, x.dtype)
@@ -196,7 +208,8 @@ class CpuExpertKernels(CpuKernels):
             call.advances.append((made, BlockArgument(0, block_bytes=made.nbytes // blocks)))
             return made[0]
         assert shape[0] == call.num_rows, name
-        made = super()._new(name, (rows, *shape[1:]), dtype)
+        # Not the memory of a linear of tokens: of one expert each, what all tokens share has as many rows.
+        made = super()._new(f"routed {name}", (rows, *shape[1:]), dtype)
         call.advances.append((made, BlockArgument(0, row_bytes=made.nbytes // rows)))
         return made[: call.num_rows]
 

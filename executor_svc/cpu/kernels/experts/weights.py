@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -31,14 +32,13 @@ class ExpertWeights:
 
     def __init__(self, linears: Sequence[StoredExpert]) -> None:
         """Raises ValueError for linears that are not alike."""
+        _align_orders(linears)
         self._linears = list(linears)
         self._tables: dict[int, IntArray] = {}
         first = linears[0]
         for each in linears:
             if _kind(each) != _kind(first):
                 raise ValueError("the experts of a layer differ in shape or format")
-        if any(isinstance(part, PackedWeightPart) and part.order is not None for part in first.parts):
-            raise ValueError("columns of experts in another order (GPTQ's act-order) are not supported")
 
     @property
     def first(self) -> StoredExpert:
@@ -70,9 +70,20 @@ class ExpertWeights:
         return 0 if found is None else int(found.ctypes.data)
 
 
+def _align_orders(linears: Sequence[StoredExpert]) -> None:
+    """Give parts whose columns are in order an order, too, where those of other experts have one (GPTQ's act-order)."""
+    for place in range(min(len(each.parts) for each in linears)):
+        parts = [each.parts[place] for each in linears]
+        if all(isinstance(part, PackedWeightPart) and part.order is None for part in parts):
+            continue
+        for each, part in zip(linears, parts, strict=True):
+            if isinstance(part, PackedWeightPart) and part.order is None and isinstance(each.parts, list):
+                each.parts[place] = replace(part, order=torch.arange(part.layout.columns))
+
+
 def _kind(linear: StoredExpert) -> tuple[object, ...]:
     parts = [
-        (part.layout, part.rows, part.int8, part.file)
+        (part.layout, part.rows, part.int8, part.order is None, part.file)
         if isinstance(part, PackedWeightPart)
         else (part.panels.shape, part.rows, part.file)
         for part in linear.parts
@@ -86,9 +97,9 @@ def weight_of(part: Part) -> Tensor:
 
 
 def _places(linear: StoredExpert) -> list[tuple[int, int]]:
-    """Return the address and bytes of each part and of the bias."""
+    """Return the address and bytes of each part, of its scales in a file and its order of columns, and of the bias."""
     tensors = [weight_of(part) for part in linear.parts]
-    more = (part.file_scales for part in linear.parts if isinstance(part, PackedWeightPart))
-    tensors += [scales for scales in more if scales is not None]
-    bias = torch.empty(0) if linear.bias is None else linear.bias
-    return [(tensor.data_ptr(), tensor.nbytes) for tensor in (*tensors, bias)]
+    packed = [part for part in linear.parts if isinstance(part, PackedWeightPart)]
+    tensors += [part.file_scales for part in packed if part.file_scales is not None]
+    beside = [torch.empty(0) if each is None else each for each in (*(part.order for part in packed), linear.bias)]
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in (*tensors, *beside)]

@@ -135,6 +135,16 @@ def test_logits_are_those_of_peft(
         check_logits(model(family), checkpoint(family), tmp_path / name, config, seed, merges=True)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoeshared"])
+def test_mixtures(
+    checkpoint: Callable[[str], Path], model: Callable[[str], Model], family: str, tmp_path: Path
+) -> None:
+    """Attention, and the expert that all rows share."""
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear"]
+    config = {"r": 5, "lora_alpha": 2, "target_modules": modules}
+    check_logits(model(family), checkpoint(family), tmp_path, config, seed=1)
+
+
 @pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

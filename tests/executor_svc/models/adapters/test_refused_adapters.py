@@ -335,3 +335,15 @@ def test_any_value_of_any_field_is_read_or_refused_in_one_line(saved: tuple[dict
         assert message.startswith("adapter_config.json: ")
         assert len(message) < 500
         assert message.isprintable()
+
+
+def test_experts_of_mixtures_are_refused_by_name(tmp_path: Path) -> None:
+    module = "experts.3.gate_proj"
+    base, folder = make_checkpoint(tmp_path / "base", "qwen2_moe"), tmp_path / "adapter"
+    save_peft_adapter(base, folder, r=4, target_modules=["q_proj"])
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    tensors, name = load_file(folder / "adapter_model.safetensors"), f"model.layers.0.mlp.{module}"
+    more = {f"base_model.model.{name}.lora_{each}.weight": torch.ones(4, 4) for each in "AB"}
+    config["target_modules"].append(module.rpartition(".")[2])
+    with pytest.raises(AdapterError, match=rf"tensor base_model.+: {name} is of experts, of which rows choose some"):
+        read(base, write(folder, (config, tensors | more)))

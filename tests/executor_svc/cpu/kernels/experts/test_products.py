@@ -106,6 +106,17 @@ def test_the_sum_is_that_of_the_reference(dtype, rounded):
     torch.testing.assert_close(kernels.combine(x, routes, router).double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_may_multiply_what_experts_read(dtype):
+    kernels, router = CpuExpertKernels(2), Router(6, 2, scores="logits", weighing="sigmoid", weighs_inputs=True)
+    logits = torch.randn(50, 6, generator=torch.Generator().manual_seed(1))
+    routes, x = kernels.route(logits, router, dtype), rows(50, dtype)
+    routed = kernels.take_routed(x, routes, weighed=True)
+    assert torch.equal(routed[routes.places], (x[:, None] * routes.weights[..., None]).to(dtype))
+    summed = routed[routes.places].float().sum(1).to(dtype)
+    torch.testing.assert_close(kernels.combine(routed, routes, router), summed, rtol=2**-8, atol=0)
+
+
 def test_a_recorded_layer_runs_again_with_other_rows():
     kernels = CpuExpertKernels(2)
     product = kernels.expert_linear(linears(kernels, torch.bfloat16))
@@ -122,3 +133,24 @@ def test_a_recorded_layer_runs_again_with_other_rows():
         if alone is not None:
             expected = kernels.combine(product(kernels.take_routed(x[:count], alone), alone), alone, ROUTER)
             assert torch.equal(summed[:count], expected)
+
+
+def test_a_late_thread_finds_the_number_of_blocks_of_its_own_layer():
+    """Others may be layers ahead: with one number for all of them it would wait for blocks that there are not."""
+    kernels = CpuExpertKernels(4)
+    product = kernels.expert_linear(linears(kernels, torch.float32))
+    x, few = rows(40, torch.float32), torch.zeros(40, 6)
+    many = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    with kernels.recording() as recording:
+        summed = x
+        for logits in [few, many] * 6:
+            routes = kernels.route(logits, ROUTER, torch.float32)
+            summed = kernels.combine(product(kernels.take_routed(summed, routes), routes), routes, ROUTER)
+        counted = [launch.counted_at for launch in recording.launches if launch.counted_at]
+        program = recording.program()
+    assert len(set(counted)) == 12
+    program.run(rows=40)
+    expected = summed.clone()
+    for _ in range(200):
+        program.run(rows=40)
+    assert torch.equal(summed, expected)

@@ -26,6 +26,9 @@ ROUTERS = {
     ),
     "lfm2": Router(32, 4, scores="sigmoid", rounded_scores=True, epsilon=1e-6),
     "ernie": Router(64, 6, least_sum=1e-12),
+    "gemma 4": Router(128, 8, rounded=False),
+    "llama 4": Router(16, 1, scores="logits", weighing="sigmoid", weighs_inputs=True),
+    "phi": Router(16, 2, scores="logits", weighing="sparsemixer", jitter=0.3),
     "odd": Router(5, 3, scores="sigmoid"),
     "few in a group": Router(6, 2, scores="sigmoid", groups=6, kept_groups=3, rounded=False),
 }
@@ -37,7 +40,7 @@ def test_choices_and_weights(name, dtype):
     router, generator = ROUTERS[name], torch.Generator().manual_seed(len(name))
     logits = (2 * torch.randn(33, router.num_experts, generator=generator)).to(dtype)  # bfloat16 has equal ones
     bias = torch.randn(router.num_experts, generator=generator) if router.scores == "sigmoid" else None
-    scales = 1 + torch.rand(router.num_experts, generator=generator) if name == "mixtral" else None
+    scales = 1 + torch.rand(router.num_experts, generator=generator) if name in ("mixtral", "gemma 4") else None
     routes = KERNELS.route(logits, router, dtype, bias, scales)
     ids, weights = reference.route(logits, router, dtype, bias, scales)
     assert torch.equal(routes.ids, ids)

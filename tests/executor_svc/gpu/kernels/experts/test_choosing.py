@@ -14,15 +14,13 @@ from executor_svc.gpu.experts import GpuExpertKernels, GpuRoutes
 from executor_svc.gpu.kernels.experts.blocks import BLOCK_ROWS, block_rows, most_blocks, tokens_of_blocks
 from tests.executor_svc.cpu.kernels.experts.test_routing import ROUTERS
 
-WEIGHINGS = "scores", "shares", "softmax"
-
 
 def route(device: torch.device, logits: Tensor, router: Router, dtype: torch.dtype = torch.float32) -> GpuRoutes:
     return GpuExpertKernels(device, 90, 132).route(logits.to(device), router, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [name for name, each in ROUTERS.items() if each.weighing in WEIGHINGS])
+@pytest.mark.parametrize("name", [name for name, router in ROUTERS.items() if GpuExpertKernels.has_router(router)])
 def test_choices_and_weights(name: str, dtype: torch.dtype, device: torch.device) -> None:
     router, generator = ROUTERS[name], torch.Generator().manual_seed(len(name))
     logits = (2 * torch.randn(33, router.num_experts, generator=generator)).to(dtype)  # bfloat16 has equal ones

@@ -100,8 +100,10 @@ def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) ->
     if module == names.down:
         return Part((inner,), True, sizes.intermediate_size)
     if module in names.qkv:
-        q, kv = spec.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
-        return _part_of_rows(names.qkv.index(module), len(names.qkv), (q, kv, kv), (heads, keys, keys))
+        of_query = sizes.head_size * (2 if spec.attention_gate else 1)
+        q, kv = spec.num_heads * of_query, sizes.num_kv_heads * sizes.head_size
+        queries = _heads(spec.num_heads, of_query, share)
+        return _part_of_rows(names.qkv.index(module), len(names.qkv), (q, kv, kv), (queries, keys, keys))
     if module in names.into_mlp:
         count = 2 if spec.gated_mlp else 1
         place, all_rows = names.into_mlp.index(module), (sizes.intermediate_size,) * count

@@ -62,5 +62,5 @@ def test_same_bits_with_the_head_of_a_model_with_windows(tmp_path: Path, name: s
             assert found[key] == one, key
         counts = rig.core.lanes[0].counts.drafts
         shares.append(sum(counts.accepted) / sum(counts.drafted))
-        assert SETTINGS[name].happens <= rig.happened.keys()
-    assert shares[1] > shares[0] - 0.03 > 0.3
+        assert SETTINGS[name].happens - {"swap beams"} <= (+rig.happened).keys(), "beams have room in more pages"
+    assert shares[1] > shares[0] - 0.03 > 0.3, shares

@@ -32,7 +32,7 @@ FEWEST_LAYERS = {
 }
 """Of families that need more than two for all of their parts, or say so layer by layer."""
 
-OF_LISTS = ("granite_swa",)
+OF_LISTS = "granite_swa", "qwen3_next"
 """Those whose fields name each layer."""
 
 PROMPT = list(range(3, 31))

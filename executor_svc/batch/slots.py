@@ -8,7 +8,6 @@ been checked. Every contradiction raises InvalidPlan; the slots are then undefin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -387,8 +386,7 @@ class Slots:
         """Return SHA-256 over the admitted slots in order.
 
         For each, little-endian int32: slot, num_tokens, num_prompt_tokens, num_computed_tokens, num_blocks; then its
-        token ids; then its block tables: of each KV group, behind the first its own num_blocks, the entries of each
-        strip, with a window from the first one on that the next row reads.
+        token ids; then of each KV group what rows read of its block tables, behind num_blocks of those after the first.
         """
         sha = hashlib.sha256()
         for slot in np.flatnonzero(self.admitted):
@@ -396,18 +394,7 @@ class Slots:
             counts = (slot, num_tokens, self.num_prompt_tokens[slot], self.num_computed_tokens[slot], num_blocks)
             sha.update(np.array(counts, "<i4").tobytes())
             sha.update(self.token_ids[slot, :num_tokens].astype("<i4").tobytes())
-            for group, tables in enumerate(self._read_tables(int(slot))):
-                if group:
-                    sha.update(np.array(self.places.num_blocks[group, slot], "<i4").tobytes())
-                sha.update(tables.astype("<i4").tobytes())
+            for group, read in enumerate(self.places.read(slot, self.num_computed_tokens[slot], self.tables[slot])):
+                ends = self.places.num_blocks[group : group + 1, slot] if group else ()
+                sha.update(np.array(ends, "<i4").tobytes() + read.astype("<i4").tobytes())
         return sha.digest()
-
-    def _read_tables(self, slot: int) -> Iterator[NDArray[np.int32]]:
-        """Yield of each KV group the entries [strips, blocks] of a slot that rows still read."""
-        first = 0
-        for group, num_blocks in zip(self.limits.groups, self.places.num_blocks[:, slot], strict=True):
-            start = 0
-            if group.window:
-                start = max(0, int(self.num_computed_tokens[slot]) + 1 - group.window) // self.limits.block_size
-            yield self.tables[slot, first : first + group.pages_per_block, start:num_blocks]
-            first += group.pages_per_block

@@ -216,9 +216,8 @@ class CpuKernels(CpuAdapterKernels):
             qkv = self.norm_heads(qkv, norms, shape)
         scale_dtype = None if rope.query_scales is None else _dtype(rope.query_scales)
         between = (qkv.stride(0) - qkv.shape[1]) // shape.padded_head_size
-        rotation = rotary.Rotation(
-            rope.cos.shape[1], _dtype(rope.cos), scale_dtype, kv_parts=parts, heads_between=between
-        )
+        options = {"kv_parts": parts, "heads_between": between}
+        rotation = rotary.Rotation(rope.cos.shape[1], _dtype(rope.cos), scale_dtype, **options)
         if fused is not None:
             rotation = replace(
                 rotation,

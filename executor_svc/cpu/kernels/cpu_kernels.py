@@ -215,9 +215,8 @@ class CpuKernels(CpuAdapterKernels):
         if norms is not None and fused is None:
             qkv = self.norm_heads(qkv, norms, shape)
         scale_dtype = None if rope.query_scales is None else _dtype(rope.query_scales)
-        between = (qkv.stride(0) - qkv.shape[1]) // shape.padded_head_size
-        options = {"kv_parts": parts, "heads_between": between}
-        rotation = rotary.Rotation(rope.cos.shape[1], _dtype(rope.cos), scale_dtype, **options)
+        rotation = rotary.Rotation(rope.cos.shape[1], _dtype(rope.cos), scale_dtype, kv_parts=parts)
+        rotation = replace(rotation, heads_between=(qkv.stride(0) - qkv.shape[1]) // shape.padded_head_size)
         if fused is not None:
             rotation = replace(
                 rotation,

@@ -389,7 +389,7 @@ class Slots:
         token ids; then of each KV group what rows read of its block tables, behind num_blocks of those after the first.
         """
         sha = hashlib.sha256()
-        for slot in np.flatnonzero(self.admitted):
+        for slot in np.flatnonzero(self.admitted).tolist():
             num_tokens, num_blocks = self.num_tokens[slot], self.num_blocks[slot]
             counts = (slot, num_tokens, self.num_prompt_tokens[slot], self.num_computed_tokens[slot], num_blocks)
             sha.update(np.array(counts, "<i4").tobytes())

@@ -193,6 +193,7 @@ class DecoderWeights:
             scales,
             self._builder.kernels,
             sinks,
+            spec.attention_gate,
             self._ranks_of_norms(),
         )
 
@@ -207,8 +208,10 @@ class DecoderWeights:
         """Return what becomes of the rows of each stored linear of q, k and v."""
         pairs = self._spec.rotary_pairs
         assert len(self._spec.names.qkv) == 3 or not pairs, "pairs are of q and k alone"
+        assert len(self._spec.names.qkv) == 3 or not self._spec.attention_gate, "gates are beside q alone"
         rows = HeadRows(shape.head_size, shape.padded_head_size, 0)
-        return [replace(rows, pairs=pairs if index < 2 else 0) for index in range(count)]
+        gated = self._spec.attention_gate
+        return [replace(rows, pairs=pairs if index < 2 else 0, gated=gated and not index) for index in range(count)]
 
     def _head_norms(self, prefix: str, index: int, shape: AttentionShape) -> HeadNorms | None:
         spec, layer = self._spec, self._spec.layers[index]

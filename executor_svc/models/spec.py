@@ -232,6 +232,9 @@ class DecoderSpec:
 
     head_norm_weights: bool = field(default=True, repr=False, metadata=LATER)
     """Whether the norms of heads have weights."""
+    attention_gate: bool = field(default=False, repr=False, metadata=LATER)
+    """Whether the output of attention is multiplied with the sigmoid of a gate, whose rows for a head follow those of
+    its query in the linear of q."""
     value_norm: bool = field(default=False, repr=False, metadata=LATER)
     """Whether values are divided by the root mean square of their head."""
     layer_scalars: bool = field(default=False, repr=False, metadata=LATER)
@@ -419,6 +422,7 @@ def qkv_rows(spec: DecoderSpec, index: int) -> dict[str, int]:
     """Return the rows of a layer's linears of q, k and v by their names in it: of those that it has."""
     layer, sizes = spec.layers[index], spec.sizes(index)
     q, kv = spec.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
+    q *= 2 if spec.attention_gate else 1
     if layer.kv_of is not None:
         return _rows(spec.names.qkv, (q,))
     return _rows(spec.names.qkv, (q, kv) if layer.values_are_keys else (q, kv, kv))

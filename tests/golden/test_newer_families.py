@@ -86,6 +86,7 @@ WRAPPED = [
     ("mistral", "mistral3", "Mistral3ForConditionalGeneration", "language_model.model.", "language_model."),
     ("ministral3", "mistral3", "Mistral3ForConditionalGeneration", "model.language_model.", ""),
     ("mistral4", "mistral3", "Mistral3ForConditionalGeneration", "language_model.model.", "language_model."),
+    ("qwen3_5_text", "qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.", ""),
 ]
 
 
@@ -102,6 +103,9 @@ def test_text_part_of_models_for_images(
     renamed[f"{others}vision_tower.encoder.layers.0.layer_norm1.weight"] = torch.ones(3)
     renamed[f"{others}vision_tower.encoder.layers.0.input_layernorm.weight"] = torch.ones(3)
     renamed[f"{others}multi_modal_projector.linear.weight"] = torch.ones(3, 3)
+    if outer == "qwen3_5":
+        renamed["model.visual.blocks.0.norm1.weight"] = torch.ones(3)
+        renamed["mtp.layers.0.input_layernorm.weight"] = torch.ones(3)
     save_file(renamed, wrapped / "model.safetensors", metadata={"format": "pt"})
     text = json.loads((folder / "config.json").read_text())
     tied = {"tie_word_embeddings": text.pop("tie_word_embeddings")}

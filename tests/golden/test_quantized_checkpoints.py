@@ -25,6 +25,7 @@ NEWER_FAMILIES = [
     ("apertus", "fp8"),
     ("gpt_neox", "gptq with desc_act"),
     ("falcon", "w4a16"),
+    ("qwen3_5_text", "gptq with desc_act"),
 ]
 """Those with layers and names unlike those of all others."""
 """One layout each; the families that are not named: w4a16."""
@@ -33,7 +34,11 @@ CASES = (
     + [(family, OF_FAMILIES.get(family, "w4a16")) for family in FAMILIES if family != "llama"]
     + NEWER_FAMILIES
 )
-SHORT = [(family, layout) for family, layout in CASES if family in ("llama", "qwen2", "gemma2", "phi3", "glm4")]
+SHORT = [
+    (family, layout)
+    for family, layout in CASES
+    if family in ("llama", "qwen2", "gemma2", "phi3", "glm4", "qwen3_5_text")
+]
 
 
 def make(folder: Path, family: str, layout: str) -> tuple[Path, Path]:

@@ -141,7 +141,7 @@ def add_normed_groups(
 def norm_heads(
     code: Code, dtype: Dtype, weight_dtype: Dtype, heads: tuple[int, int, int], head_size: int, padded: int, eps: float
 ) -> str:
-    """Add the kernel that normalizes query and key heads (heads: query, key, value) in place; returns its name.
+    """Add the kernel that normalizes query and key heads in place; returns its name. heads: query, key, others.
 
     Items: one for each ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, heads * padded], q_weight and k_weight
     [head_size].

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import HeadNorms, KVScales
 from executor_svc.gpu.kernels.norm import weighted
-from executor_svc.gpu.kernels.rows import DTYPES, check, options
+from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows, options
 
 BLOCK_SIZES = range(8, 65)
 """Tokens in a block of the cache."""
@@ -172,13 +172,14 @@ def rope_write_kv_kernel(
     MULTIPLIED: tl.constexpr,
     KV_PARTS: tl.constexpr,
     VALUES_NORMED: tl.constexpr,
+    BETWEEN: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    heads: tl.constexpr = H + KV_PARTS * KVH
+    heads: tl.constexpr = H + KV_PARTS * KVH + BETWEEN
     q_parts: tl.constexpr = (H + Q_HEADS - 1) // Q_HEADS
     parts: tl.constexpr = q_parts + (0 if KV_PARTS == 0 else (KVH + KV_HEADS - 1) // KV_HEADS)
     program = tl.program_id(0)
@@ -227,8 +228,8 @@ def rope_write_kv(
     Raises ValueError for shapes that do not match. Keys and values in qkv do not change.
 
     Args:
-        qkv: [T, (H + 2 KVH) * D]; D is a multiple of 8. With (H + KVH) heads keys are the values too, before their
-            norm and rotation; with H alone nothing is written to the cache.
+        qkv: [T, (H + 2 KVH) * D], rows any number of heads apart; D is a multiple of 8. With (H + KVH) heads keys are
+            the values too, before their norm and rotation; with H alone nothing is written to the cache.
         cos: [positions, R] cosines of the angles of each position, in the dtype of qkv or in fp32, with the meaning
             described in `device.kernels.Rope`; R is even and at most D. Only the first R columns of a head are rotated.
         sin: [positions, R] sines, the first half negated.
@@ -259,6 +260,7 @@ def rope_write_kv(
         multiplied=query_scales is not None,
         kv_parts=(qkv.shape[1] // head_size - num_heads) // kv_heads,
         values_normed=norms is not None and norms.v is not None,
+        heads_between=(qkv.stride(0) - qkv.shape[1]) // head_size,
     )
     if query_scales is not None:
         check("query_scales", query_scales, (cos.shape[0],), qkv.dtype, torch.float32)
@@ -298,11 +300,12 @@ def rope_constants(
     multiplied: bool = False,
     kv_parts: int = 2,
     values_normed: bool = False,
+    heads_between: int = 0,
 ) -> dict[str, Any]:
     """Return the constants of the kernel.
 
     heads: (of queries, of keys); normed: normalized columns of a head, or 0; kv_parts: what rows hold beside queries,
-    keys and values, keys alone, or nothing.
+    keys and values, keys alone, or nothing; heads_between: from the end of a row to the next one's beginning.
     """
     num_heads, kv_heads = heads
     half = max(1, triton.next_power_of_2(rotated // 2))
@@ -324,6 +327,7 @@ def rope_constants(
         "MULTIPLIED": multiplied,
         "KV_PARTS": kv_parts,
         "VALUES_NORMED": values_normed,
+        "BETWEEN": heads_between,
         "Q_HEADS": min(most, triton.next_power_of_2(num_heads)),
         "KV_HEADS": min(most, triton.next_power_of_2(kv_heads)),
         "HALF": half,
@@ -364,7 +368,13 @@ def _check_shapes(
     if head_size % _HEAD_MULTIPLE:
         raise ValueError(f"kv_layer must have heads of a multiple of {_HEAD_MULTIPLE} columns, has {head_size}")
     parts = (qkv.shape[1] // head_size - num_heads) // kv_heads
-    check("qkv", qkv, (tokens, (num_heads + min(2, max(0, parts)) * kv_heads) * head_size), *DTYPES)
+    heads = num_heads + min(2, max(0, parts)) * kv_heads
+    check_rows("qkv", qkv, *DTYPES)
+    if qkv.shape[1] != heads * head_size or qkv.stride(0) % head_size:
+        raise ValueError(
+            f"qkv must be [{tokens}, {heads * head_size}], whole heads apart, is {list(qkv.shape)} with strides "
+            f"{list(qkv.stride())}"
+        )
     rotated = cos.shape[-1]
     if rotated % 2 or rotated > head_size:
         raise ValueError(f"cos must have 0 to {head_size} columns, an even number, has {rotated}")

@@ -43,6 +43,23 @@ READ_IN_FILES = (
 _LENGTH_BYTES = 8
 _HEAD_MULTIPLE = 16
 """The CPU's kernels store heads in whole vectors."""
+BLOCK = 16
+"""Tokens of a block, by default."""
+
+
+_ALIKE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+"""Fields of models whose layers are all alike."""
+_UNLIKE = ("layer_types", "sliding_window", "sliding_window_pattern", "num_kv_shared_layers", "global_head_dim")
+"""Fields of models whose layers differ in what they keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowKV:
+    """Keys and values of layers with one window."""
+
+    positions: int
+    """That a request keeps there at most, between two chunks of its prompt."""
+    token_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +71,12 @@ class ModelSizes:
     weights: dict[str, int]
     """Bytes in memory by format, most first. Dense weights are in `dtype`."""
     kv_bytes: int
-    """Keys and values of a token in all layers."""
+    """Keys and values of a token in all layers that keep those of all positions."""
     context_limit: int
     """Positions of the checkpoint."""
     dtype: str
+    windows: tuple[WindowKV, ...] = ()
+    """What layers keep of the last positions alone."""
     unread_bytes: int = 0
     """Of the experts that a token does not choose."""
     mapped_bytes: int = 0
@@ -66,6 +85,12 @@ class ModelSizes:
     @property
     def weight_bytes(self) -> int:
         return sum(self.weights.values())
+
+    def kv_of(self, tokens: int, requests: int = 1) -> int:
+        """Return the bytes of keys and values of so many tokens, which belong to so many requests of equal length."""
+        return self.kv_bytes * tokens + sum(
+            each.token_bytes * min(tokens, requests * each.positions) for each in self.windows
+        )
 
     @property
     def main_format(self) -> str:
@@ -89,15 +114,30 @@ def read_sizes(path: Path) -> ModelSizes:
     in_files = {*READ_IN_FILES} - {"F32" if item == 2 else "BF16"} >= by_type.keys()  # dense ones in the model's dtype
     if gguf is None and content.get("model_type") == "gpt_oss":
         in_files = by_type.keys() == {"U8"}  # codes and scales of MXFP4
+    limit, bytes_of = _kv(content, sizes, item)
     return ModelSizes(
         str(content.get("model_type") or "unknown"),
         dict(sorted(weights.items(), key=lambda each: -each[1])),
-        _integer(sizes, "num_hidden_layers", 1) * _kept_numbers(sizes) * item,
-        _integer(sizes, "max_position_embeddings", 0),
+        bytes_of.pop(0, 0),
+        limit,
         dtype,
+        tuple(WindowKV((-(-window // BLOCK) + 2) * BLOCK, size) for window, size in bytes_of.items()),
         round(experts * (1 - _chosen_share(sizes))),
         experts if in_files else 0,
     )
+
+
+def _kv(content: dict[str, Any], sizes: dict[str, Any], item: int) -> tuple[int, dict[int, int]]:
+    """Return the longest context, and by window, 0: none, the bytes that a token takes."""
+    if not all(sizes.get(name) for name in _ALIKE) or any(sizes.get(name) is not None for name in _UNLIKE):
+        # Imported here: it takes seconds, and has to know the model's family.
+        from executor_svc.models.fit.layers import read_kv
+
+        found = read_kv(content, item, BLOCK, _padded)
+        if found is not None:
+            return found
+    num_layers = _integer(sizes, "num_hidden_layers", 1)
+    return _integer(sizes, "max_position_embeddings", 0), {0: num_layers * _kept_numbers(sizes) * item}
 
 
 def _kept_numbers(sizes: dict[str, Any]) -> int:

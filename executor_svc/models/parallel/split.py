@@ -120,8 +120,10 @@ def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) ->
     if module == names.output:
         return Part((heads,), True, spec.num_heads * sizes.head_size)
     if module in names.qkv:
-        q, kv = spec.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
-        return _part_of_rows(names.qkv.index(module), len(names.qkv), (q, kv, kv), (heads, keys, keys))
+        of_query = sizes.head_size * (2 if spec.attention_gate else 1)
+        q, kv = spec.num_heads * of_query, sizes.num_kv_heads * sizes.head_size
+        queries = _heads(spec.num_heads, of_query, share)
+        return _part_of_rows(names.qkv.index(module), len(names.qkv), (q, kv, kv), (queries, keys, keys))
     experts = spec.layers[index].experts
     if experts is not None:
         return _part_of_mlp(module, experts.names.shared_into, experts.names.shared_down, experts.shared_size, 2, share)

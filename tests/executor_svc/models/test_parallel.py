@@ -45,6 +45,7 @@ WITH_PARTS = (
     "phi",
     "granite_swa",
     "olmo2",
+    "qwen3_5_text",
 )
 """Of the newer families: layers and names unlike those of all others."""
 
@@ -70,7 +71,8 @@ def logits_of(threads: RankThreads, tokens: list[int]) -> Tensor:
 @pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", short_and_long([*FAMILIES, *WITH_PARTS], ["gemma2", "llama", "qwen2", "gemma4_text", "glm4"])
+    "family",
+    short_and_long([*FAMILIES, *WITH_PARTS], ["gemma2", "llama", "qwen2", "gemma4_text", "glm4", "qwen3_5_text"]),
 )
 def test_logits_are_those_of_transformers(checkpoint: Callable[[str], Path], family: str) -> None:
     """With as many KV heads as ranks, and with fewer; a vocabulary that no number of ranks divides."""

@@ -124,7 +124,7 @@ def check_logits(
 @pytest.mark.parametrize(
     "family",
     short_and_long(
-        [*FAMILIES, "glm4", "granitemoehybrid", "falcon", "gpt2", "gpt_neox", "opt", "phi"],
+        [*FAMILIES, "glm4", "granitemoehybrid", "falcon", "gpt2", "gpt_neox", "opt", "phi", "qwen3_5_text"],
         ["gemma3_text", "llama", "phi3", "glm4", "gpt_neox"],
     ),
 )

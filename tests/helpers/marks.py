@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def short_and_long(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
@@ -25,6 +27,14 @@ def short_and_long(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
         found.append(pytest.param(*arguments, marks=() if is_short else pytest.mark.long))
     assert not left, f"no such values: {left}"
     return found
+
+
+def check_examples(check: Callable[..., None], count: int, **arguments: Any) -> None:
+    """Call `check` for so many examples, with `data` to draw from (hypothesis) beside the arguments.
+
+    For tests whose number of examples is a parameter: a few in `make test`, more in `make test-long`.
+    """
+    settings(max_examples=count, deadline=None)(given(data=st.data())(check))(**arguments)
 
 
 def sample(items: Iterable[pytest.Item]) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 
 
 def short_and_long(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
@@ -29,12 +28,25 @@ def short_and_long(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
     return found
 
 
-def check_examples(check: Callable[..., None], count: int, **arguments: Any) -> None:
-    """Call `check` for so many examples, with `data` to draw from (hypothesis) beside the arguments.
+LEAST_EXAMPLES = 10
 
-    For tests whose number of examples is a parameter: a few in `make test`, more in `make test-long`.
+
+def draw_fewer(items: Iterable[pytest.Item], *, all_of_them: bool) -> None:
+    """Mark each test of hypothesis `examples`, and let it draw a third of its examples, but ten at least.
+
+    The examples are the same in every run. all_of_them: it draws all, as in `make test-long`.
     """
-    settings(max_examples=count, deadline=None)(given(data=st.data())(check))(**arguments)
+    seen = set()
+    for item in items:
+        function = getattr(item, "obj", None)
+        if not getattr(function, "is_hypothesis_test", False):
+            continue
+        item.add_marker("examples")
+        own: settings | None = getattr(function, "_hypothesis_internal_use_settings", None)  # none: a state machine
+        if own is not None and not all_of_them and function not in seen:
+            seen.add(function)
+            fewer = min(own.max_examples, max(LEAST_EXAMPLES, own.max_examples // 3))
+            function._hypothesis_internal_use_settings = settings(own, max_examples=fewer)
 
 
 def sample(items: Iterable[pytest.Item]) -> None:

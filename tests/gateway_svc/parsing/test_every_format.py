@@ -7,6 +7,7 @@ import re
 from typing import Any, get_args
 
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.info import AddedToken, ModelInfo
@@ -19,11 +20,8 @@ from gateway_svc.parsing.argument_kinds import kind_of_value
 from gateway_svc.parsing.formats import Formats, find_formats
 from gateway_svc.parsing.output import Reading
 from gateway_svc.parsing.reasoning import Opening
-from tests.helpers.marks import check_examples, short_and_long
 from tests.helpers.models.outputs_in_deltas import Token, deltas, message_of, parse, whole
 
-EXAMPLES = short_and_long([15, 60], [15])
-"""Of each format; all are read by one reader."""
 NAMES = ("get_weather", "f", "a-b")
 WAYS = [(each.name, index) for each in FORMATS for index in range(len(each.ways))]
 ALL_MARKERS = sorted(
@@ -103,13 +101,11 @@ def test_names_of_options_are_those_of_the_tables():
     assert {each.name for each in THOUGHTS} == set(get_args(ReasoningFormat))
 
 
-@pytest.mark.parametrize("count", EXAMPLES)
+@pytest.mark.slow
 @pytest.mark.parametrize(("tools", "index"), WAYS)
-def test_what_a_format_writes_is_what_is_read(tools, index, count):
-    check_examples(written_is_read, count, tools=tools, index=index)
-
-
-def written_is_read(tools, index, data):
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_what_a_format_writes_is_what_is_read(tools, index, data):
     draw = data.draw
     style = draw(st.sampled_from(["special", "added", "text"]))
     way = BY_NAME[tools].ways[index]
@@ -131,14 +127,12 @@ def written_is_read(tools, index, data):
     assert "".join((message.content or "").split()) == "".join((before + behind).split()), "space beside calls is none"
 
 
-@pytest.mark.parametrize("count", EXAMPLES)
+@pytest.mark.slow
 @pytest.mark.parametrize(("tools", "index"), WAYS)
-def test_broken_and_cut_outputs_lose_nothing(tools, index, count):
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_broken_and_cut_outputs_lose_nothing(tools, index, data):
     """What is no call is content, to the last character; streamed is whole, and nothing raises."""
-    check_examples(nothing_is_lost, count, tools=tools, index=index)
-
-
-def nothing_is_lost(tools, index, data):
     draw = data.draw
     style = draw(st.sampled_from(["added", "text"]))
     way = BY_NAME[tools].ways[index]
@@ -161,13 +155,11 @@ def nothing_is_lost(tools, index, data):
         assert message.content == "Hi " + text
 
 
-@pytest.mark.parametrize("count", EXAMPLES)
+@pytest.mark.slow
 @pytest.mark.parametrize("reasoning", [each.name for each in THOUGHTS])
-def test_thoughts_are_split_off(reasoning, count):
-    check_examples(is_split_off, count, reasoning=reasoning)
-
-
-def is_split_off(reasoning, data):
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_thoughts_are_split_off(reasoning, data):
     draw = data.draw
     style = draw(st.sampled_from(["special", "added", "text"]))
     syntax = THOUGHTS_BY_NAME[reasoning]

@@ -15,7 +15,8 @@ from tests.simulation.adapter_checks import check_named_adapters, check_unloads
 from tests.simulation.catalogue import KnownTokens
 from tests.simulation.lane_checks import check_admissions
 from tests.simulation.network import Address
-from tests.simulation.plan_runner import PlanError, PlanRunner
+from tests.simulation.plan_runner import PlanRunner
+from tests.simulation.pools import PlanError
 from tests.simulation.process import ExecutorProcess, Runner, Session
 from tests.simulation.real_runner import RealRunner
 from tests.simulation.scenario import NUMERICS

@@ -48,6 +48,13 @@ def test_family(tmp_path: Path, name: str) -> None:
     family, shape = CASES[name]
     folder = make_checkpoint(tmp_path, family, **shape)
     check_greedy(folder, folder)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", CASES)
+def test_bits_in_bfloat16(tmp_path: Path, name: str) -> None:
+    family, shape = CASES[name]
+    folder = make_checkpoint(tmp_path, family, **shape)
     check_bits_of_chunks(check_bfloat16(folder, random_prompts(VOCABULARY, (90,))[0], median=True))
 
 

@@ -75,6 +75,7 @@ def test_same_request_same_bits(divided: Divided, name: str) -> None:
     assert setting.happens - {"hits"} <= (+rig.happened).keys()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("divided", "name"),
     short_and_long(

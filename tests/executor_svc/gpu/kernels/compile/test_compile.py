@@ -47,7 +47,7 @@ def test_every_module_has_quick_variants_and_they_are_few():
 @pytest.mark.parametrize("newest", short_and_long([True, False], [True]))
 def test_quick_variants_compile_as_they_must(newest):
     """For an A100 too: those of attention that are for it alone in `make test`, all of them in `make test-long`."""
-    done = compiled("--quick", "--json", *(["--newest"] if newest else []))
+    done = compiled("--quick", "--json", "--jobs", "1", *(["--newest"] if newest else []))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     tasks = tasks_of(entries().values(), quick=True, newest=newest)

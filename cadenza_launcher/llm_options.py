@@ -148,6 +148,11 @@ class LLMOptions(TypedDict, total=False):
     """For weights in few bits on the CPU: off multiplies activations as they are; int8 quantizes them to 8 bits, by
     groups of 32 columns of a row; auto: int8 for every format but fp8. [default: auto]"""
 
+    expert_weights: Literal["memory", "mapped"] | None
+    """Where the weights of a mixture's experts are on the CPU: in memory, prepared for the kernels; or mapped from
+    their files, of which the system keeps in memory what there is room for and reads the rest as experts are chosen.
+    Slower, for models larger than the memory (docs/models.md). [default: memory]"""
+
     save_quantized: str | None
     """With --quantization int8 or int4 on the CPU: a new folder, to which the quantized model is saved as a checkpoint
     of compressed-tensors."""

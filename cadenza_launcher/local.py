@@ -109,42 +109,36 @@ class LocalServices:
         address = scheduler_address(host, port, kept)
         gateway = gateway_listeners(places, kept)
         executors, metrics_port = _make_host(arguments, programs, kept, on_log, on_event)
+        addresses = {SCHEDULER: address}
+        if arguments.has_gateway:
+            addresses[GATEWAY] = next(iter(gateway.values()), "")
         self._family = Family(
-            arguments,
-            executors,
-            programs or Programs(),
-            {SCHEDULER: address} | ({GATEWAY: next(iter(gateway.values()), "")} if arguments.has_gateway else {}),
-            gateway,
-            kept,
-            start_timeout_s,
-            stop_grace_s,
-            restarts or RestartPolicy(),
-            on_log,
-            on_event,
-            on_back or (lambda service: None),
-            metrics_port,
-            self._tls,
+            arguments, executors, programs or Programs(), addresses, gateway, kept, start_timeout_s, stop_grace_s,
+            restarts or RestartPolicy(), on_log, on_event, on_back or (lambda service: None), metrics_port, self._tls,
             page_environment(has_page=arguments.has_page, is_demo=bool(arguments.values.get("page_demo"))),
             stopping=cancelled or threading.Event(),
-        )
+        )  # fmt: skip
         for sentence in () if is_one_of_several else ignored_variables():
             self._family.on_event(sentence)
         # Runs also at exit: no child outlives the program, even if close was not called.
         self._finalizer = weakref.finalize(self, stop, self._family)
+        self._start(on_start)
+        # For `cadenza ps`, and until `stop` closes what is kept.
+        run = {"model": named, "target": self.target, "http": self.http}
+        own = {"pids": [*self.pids().values()]} if is_one_of_several else {}
+        kept.callback(remove_run, write_run("servers", {**run, **own}))
+
+    def _start(self, on_start: Callable[[Sequence[str]], None] | None) -> None:
         try:
             if on_start is not None:
                 on_start(self.executors)
             start_all(self._family)
         except BaseException:
             # Nothing is served yet, and a service may heed SIGTERM only after it has loaded the model.
-            self._family.stop_grace_s = min(stop_grace_s, _START_GRACE_S)
+            self._family.stop_grace_s = min(self._family.stop_grace_s, _START_GRACE_S)
             self.close()
             raise
         start_watching(self._family)
-        # For `cadenza ps`, and until `stop` closes what is kept.
-        run = {"model": named, "target": self.target, "http": self.http}
-        own = {"pids": [*self.pids().values()]} if is_one_of_several else {}
-        kept.callback(remove_run, write_run("servers", {**run, **own}))
 
     def __enter__(self) -> LocalServices:
         return self

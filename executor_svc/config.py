@@ -117,6 +117,13 @@ class ExecutorConfig(ServiceSettings):
         "to 8 bits, by groups of 32 columns of a row; auto: int8 for every format but fp8.",
         json_schema_extra=about("Model"),
     )
+    expert_weights: Literal["memory", "mapped"] = Field(
+        "memory",
+        description="Where the weights of a mixture's experts are on the CPU: in memory, prepared for the kernels; or "
+        "mapped from their files, of which the system keeps in memory what there is room for and reads the rest as "
+        "experts are chosen. Slower, for models larger than the memory (docs/models.md).",
+        json_schema_extra=about("Model"),
+    )
     save_quantized: str | None = Field(
         None,
         min_length=1,

@@ -18,9 +18,12 @@ FAMILY = "_CADENZA_FAMILY"
 _promise: Path | None = None
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_FILES = (
-    ("memory.max", "memory.current"),  # cgroup v2
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # v1, whose "no limit" is a huge number
+    ("memory.max", "memory.current", "memory.stat"),  # cgroup v2
+    # v1, whose "no limit" is a huge number
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
 )
+_PAGES_OF_FILES = ("inactive_file", "active_file"), ("total_inactive_file", "total_active_file")
+"""In a container's statistics, of v2 and v1."""
 
 
 def free_memory_bytes() -> int:
@@ -35,21 +38,40 @@ def free_memory_bytes() -> int:
 
 
 def cgroup_free_bytes(root: Path = _CGROUP) -> int | None:
-    """Return the bytes left of the container's memory limit, or None without a limit."""
-    for limit_file, used_file in _CGROUP_FILES:
+    """Return the bytes left of the container's memory limit, or None without a limit.
+
+    Pages of files count as left, as they do for the machine: the system takes them back. A checkpoint that was read may
+    have filled the container with them, and experts that stay in their files are nothing else.
+    """
+    for (limit_file, used_file, statistics), names in zip(_CGROUP_FILES, _PAGES_OF_FILES, strict=True):
         try:
             limit, used = (int((root / name).read_text()) for name in (limit_file, used_file))
         except (OSError, ValueError):  # "max" is no number
             continue
-        return max(0, limit - used)
+        return max(0, limit - max(0, used - _sum_of(root / statistics, names)))
     return None
+
+
+def _sum_of(statistics: Path, names: tuple[str, ...]) -> int:
+    """Return the sum of numbers in a file of names and numbers; 0 for those that it lacks."""
+    try:
+        found = dict(line.split() for line in statistics.read_text().splitlines())
+        return sum(int(found.get(name, 0)) for name in names)
+    except (OSError, ValueError):
+        return 0
 
 
 def promise_memory(size: int) -> None:
     """Let other executors of this user know of a pool of so many bytes that this process has just reserved."""
     global _promise
     remove_run(_promise)
-    _promise = write_run(_KIND, {"family": family(), "will_use": psutil.Process().memory_info().rss + size})
+    _promise = write_run(_KIND, {"family": family(), "will_use": _own_bytes(psutil.Process()) + size})
+
+
+def _own_bytes(process: psutil.Process) -> int:
+    """Return the bytes of a process without those that it shares: pages of files come and go."""
+    found = process.memory_info()
+    return int(found.rss - getattr(found, "shared", 0))
 
 
 @contextmanager
@@ -78,7 +100,7 @@ def _promised_bytes() -> int:
     for run in read_runs(_KIND):
         try:
             if run["family"] != family():
-                total += max(0, int(run["will_use"]) - psutil.Process(run["pid"]).memory_info().rss)
+                total += max(0, int(run["will_use"]) - _own_bytes(psutil.Process(run["pid"])))
         except (psutil.Error, LookupError, TypeError, ValueError):
             continue
     return total

@@ -165,6 +165,12 @@ NEWER: dict[str, dict[str, Any]] = {
     },
     "opt": {"ffn_dim": 72, "tie_word_embeddings": True, "pad_token_id": 1},
     "phi": {"rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.4}, "layer_norm_eps": 1e-4},
+    "qwen3_5_text": {
+        "head_dim": 20,
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.4, "mrope_section": [2, 1, 1]},
+        "attention_bias": True,
+    },
     "seed_oss": {"head_dim": 12, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
     "starcoder2": {"sliding_window": _WINDOW, "norm_epsilon": 1e-4, "use_bias": True, "tie_word_embeddings": True},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True},
@@ -291,6 +297,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "qwen3_moe": {**_EXPERTS, "head_dim": 12, "num_experts": 8, "norm_topk_prob": True},
+    "qwen3_next": {
+        **_EXPERTS,
+        "head_dim": 20,
+        "layer_types": ["full_attention"] * 2,
+        "partial_rotary_factor": 0.4,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
 }
 """The same for families whose layers have experts."""
 

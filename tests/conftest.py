@@ -17,7 +17,7 @@ from hypothesis import settings
 
 from tests.helpers.forks import client as forks
 from tests.helpers.kept import begin_run, end_run
-from tests.helpers.marks import sample
+from tests.helpers.marks import draw_fewer, sample
 
 # Tests pass without a network, so no hub is contacted; and test processes must not fight over two cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,8 +28,9 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 
 # The same examples on every machine and run, and no deadline, since CI's cores are shared.
-# To look for new ones: make test PYTEST_ARGS='--hypothesis-profile=explore'
+# To look for new ones: make test PYTEST_ARGS='--hypothesis-profile=explore'. `make test` runs a third of the examples.
 settings.register_profile("cadenza", deadline=None, derandomize=True, max_examples=50, print_blob=True)
+settings.register_profile("all", settings.get_profile("cadenza"))
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 
 
@@ -64,8 +65,9 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sample(items)
+    draw_fewer(items, all_of_them=bool(config.getoption("--hypothesis-profile")))
 
 
 def pytest_collection_finish() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,6 +31,9 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, GGUF file o
 Length = Annotated[int | None, typer.Option(metavar="INTEGER", help="As for `cadenza up`.")]
 Seqs = Annotated[int | None, typer.Option(metavar="INTEGER", help="As for `cadenza up`.")]
 Share = Annotated[float | None, typer.Option(metavar="NUMBER", help="Share of the free memory, as for `cadenza up`.")]
+Experts = Annotated[
+    Literal["memory", "mapped"] | None, typer.Option(help="Where experts are, as for `cadenza up`.", show_default=False)
+]
 Measure = Annotated[bool, typer.Option("--measure", help="Measure the memory's speed again.")]
 
 
@@ -38,6 +42,7 @@ def fit(
     max_model_len: Length = None,
     max_num_seqs: Seqs = None,
     gpu_memory_utilization: Share = None,
+    expert_weights: Experts = None,
     measure: Measure = False,
 ) -> None:
     """Print what a model takes; raises OptionError."""
@@ -57,6 +62,7 @@ def fit(
             f"option max_model_len: {max_model_len}: the model supports at most {sizes.context_limit} positions"
         )
     there = room(gpu_memory_utilization, max_num_seqs, max_model_len, read_rate(measure))
+    there = replace(there, mapped=expert_weights == "mapped")
     sys.stdout.write("\n".join([f"{model} ({sizes.family})", *fit_lines(sizes, there)]) + "\n")
     if not there.fits(sizes):
         raise typer.Exit(1)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import AdmittedSequence, GroupAppends, GroupTable, StepPlan
@@ -65,6 +66,17 @@ class TablePlaces:
         self.num_blocks[group, slots[first]] += counts
         for strip, pages in enumerate(blocks.T):
             yield self._first_tables[group] + strip, slots, entries, pages
+
+    def read(self, slot: int, num_computed: int, tables: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
+        """Yield of each KV group the entries [strips, blocks] of a slot's tables that rows still read.
+
+        tables: [tables, blocks]; with a window they begin where the row behind its computed tokens reads first.
+        """
+        for group, shape in enumerate(self._groups):
+            first, start = self._first_tables[group], 0
+            if shape.window:
+                start = max(0, int(num_computed) + 1 - shape.window) // self._limits.block_size
+            yield tables[first : first + shape.pages_per_block, start : self.num_blocks[group, slot]]
 
     def _by_block(self, group: int, column: IntArray) -> IntArray:
         return column.reshape(-1, self._groups[group].pages_per_block)

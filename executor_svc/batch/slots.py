@@ -386,13 +386,15 @@ class Slots:
         """Return SHA-256 over the admitted slots in order.
 
         For each, little-endian int32: slot, num_tokens, num_prompt_tokens, num_computed_tokens, num_blocks; then its
-        token ids; then its block table.
+        token ids; then of each KV group what rows read of its block tables, behind num_blocks of those after the first.
         """
         sha = hashlib.sha256()
-        for slot in np.flatnonzero(self.admitted):
+        for slot in np.flatnonzero(self.admitted).tolist():
             num_tokens, num_blocks = self.num_tokens[slot], self.num_blocks[slot]
             counts = (slot, num_tokens, self.num_prompt_tokens[slot], self.num_computed_tokens[slot], num_blocks)
             sha.update(np.array(counts, "<i4").tobytes())
             sha.update(self.token_ids[slot, :num_tokens].astype("<i4").tobytes())
-            sha.update(self.block_tables[slot, :num_blocks].astype("<i4").tobytes())
+            for group, read in enumerate(self.places.read(slot, self.num_computed_tokens[slot], self.tables[slot])):
+                ends = self.places.num_blocks[group : group + 1, slot] if group else ()
+                sha.update(np.array(ends, "<i4").tobytes() + read.astype("<i4").tobytes())
         return sha.digest()

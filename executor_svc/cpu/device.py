@@ -15,6 +15,7 @@ from torch import Tensor
 
 from executor_svc.config import CPU_MEMORY_SHARE as _SHARE
 from executor_svc.config import CpuIsa, ExecutorConfig
+from executor_svc.cpu.file_linear import CpuFileLinear
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
 from executor_svc.cpu.kernels.latent.kernels import CpuLatentKernels
 from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding, probe_linear, rows_with_drafts
@@ -23,6 +24,7 @@ from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding
 from executor_svc.cpu.weight_readers import WeightReaders
 from executor_svc.cpu_memory import free_memory_bytes, one_at_a_time, promise_memory
 from executor_svc.device.dense_rows import DenseRows
+from executor_svc.device.file_rows import MappedFiles, NotInPlaceError, Stacked
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores
 from executor_svc.device.kernels import Embedding, Kernels, Linear, TableEmbedding, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
@@ -33,7 +35,7 @@ from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions
 
 _log = logging.getLogger(__name__)
-_Kind = tuple[int | bool | QuantFormat | torch.dtype | None, ...]
+_Kind = tuple[int | bool | str | QuantFormat | torch.dtype | None, ...]
 """Of a linear: those of one kind run the same instructions."""
 
 
@@ -110,6 +112,7 @@ class CpuDevice:
         self._readers: WeightReaders | None = None
         self.few_bits = FewBits()
         self._quantized_activations = config.quantized_activations
+        self._files = MappedFiles() if config.expert_weights == "mapped" else None
         self._rows_with_drafts = rows_with_drafts(0 if config.speculative == "off" else config.num_speculative_tokens)
 
     @property
@@ -142,6 +145,10 @@ class CpuDevice:
         try:
             with WeightReaders(self.num_threads) as self._readers:
                 yield
+            if self._files is not None:
+                self._files.check_unchanged()
+        except NotInPlaceError as error:
+            raise DeviceError(f"--expert-weights mapped: {error}") from error
         finally:
             self._readers = None
             torch.set_num_threads(self.num_threads)  # the readers' setting is that of later threads, too
@@ -149,6 +156,8 @@ class CpuDevice:
     def prepare_linear(
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
     ) -> Linear:
+        if name == "experts" and self._files is not None:
+            return self._prepare_in_file(name, weight, bias, self._files)
         return self._prepare(name, weight, bias)
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
@@ -207,6 +216,26 @@ class CpuDevice:
         self._linears.setdefault((*weight.shape, bias is not None, dtype), (name, linear, dtype))
         return linear
 
+    def _prepare_in_file(
+        self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None, files: MappedFiles
+    ) -> CpuFileLinear:
+        assert not isinstance(weight, Tensor)
+        if isinstance(weight, StoredLinear):
+            parts = weight.parts
+        else:
+            parts = weight.stored if isinstance(weight, Stacked) else [weight]
+        linear = CpuFileLinear(parts, weight.dtype, bias, self._kernels, files, self._quantized_activations)
+        for source, part in zip(parts, linear.parts, strict=True):
+            if isinstance(source, QuantRows):
+                assert isinstance(part, PackedWeightPart)
+                assert part.file is not None
+                num_bytes = part.file.rows * part.file.row_bytes
+                self.few_bits.add(source, self.dtype, _form(source, part), num_bytes)
+        self._read_later(linear.read)
+        formats = [part.layout.kind if isinstance(part, PackedWeightPart) else None for part in linear.parts]
+        self._linears.setdefault((*weight.shape, "file", *formats), (name, linear, weight.dtype))
+        return linear
+
     def _read_later(self, read: Callable[[], None]) -> None:
         assert self._readers is not None, "a weight that is not read yet, outside of loading"
         self._readers.submit(read)
@@ -258,7 +287,11 @@ class CpuDevice:
         self, geometry: ModelGeometry, config: ExecutorConfig, layout: KVLayout, free: int, weight_bytes: int
     ) -> _Budget:
         """Return the blocks that fit. The share applies to the memory that was free before the weights were loaded."""
-        for_kv = (config.gpu_memory_utilization or _SHARE) * (free + weight_bytes) - weight_bytes
+        on_disk = 0 if self._files is None else self._files.num_bytes
+        held = max(0, weight_bytes - on_disk)
+        for_kv = (config.gpu_memory_utilization or _SHARE) * (free + held) - held
+        # Half of it, or more if there is room for all, is for pages of experts that were read.
+        for_kv = max(for_kv / 2, for_kv - on_disk)
         useful = layout.useful_blocks(config.max_num_seqs, geometry.max_model_len, config.max_num_batched_tokens)
         return _Budget(max(0, int(for_kv // layout.bytes_per_block)), useful)
 

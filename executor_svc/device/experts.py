@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import Kernels, Linear
+from executor_svc.device.ranks import WHOLE, Share
 
 Scores = Literal["softmax", "sigmoid", "logits"]
 Weighing = Literal["scores", "shares", "softmax", "sigmoid", "sparsemixer"]
@@ -57,14 +58,30 @@ class Router:
 class Routes(Protocol):
     """What the rows of a step chose; specific to the device."""
 
-    ids: Tensor
-    """[T, K] int64, in descending order of scores."""
-    weights: Tensor
-    """[T, K] float32."""
+    @property
+    def ids(self) -> Tensor:
+        """[T, K] int64, in descending order of scores."""
+        ...
+
+    @property
+    def weights(self) -> Tensor:
+        """[T, K] float32."""
+        ...
+
+    @property
+    def share(self) -> Share:
+        """Of a rank that has the experts `own_experts`: the rows that chose them are the first of the routed ones here,
+        and the others have no meaning."""
+        ...
+
+
+def own_experts(num_experts: int, share: Share) -> range:
+    """Return the experts of a rank: one of every `size` neighbours, so that it has its part of each group of them."""
+    return range(share.rank, num_experts, share.size)
 
 
 class ExpertLinear(Protocol):
-    """The linears of all experts in one place of a layer."""
+    """The linears of all experts in one place of a layer, or of a rank's own."""
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
         """Return for routed rows x [T * K, in_features] the rows of their experts' linears [T * K, out_features].
@@ -89,6 +106,7 @@ class ExpertKernels(Kernels, Protocol):
         dtype: torch.dtype,
         bias: Tensor | None = None,
         scales: Tensor | None = None,
+        share: Share = WHOLE,
     ) -> Routes:
         """Choose experts by logits [T, E] in the model's dtype, which is `dtype`, or in float32.
 
@@ -112,7 +130,7 @@ class ExpertKernels(Kernels, Protocol):
         ...
 
     def expert_linear(self, linears: Sequence[Linear]) -> ExpertLinear:
-        """Return the linears of experts 0 to E - 1, of one shape and one format each place, as one."""
+        """Return the linears of experts 0 to E - 1, or of a rank's own, of one shape and one format each place."""
         ...
 
     def combine(
@@ -122,5 +140,8 @@ class ExpertKernels(Kernels, Protocol):
 
         It is a sum in fp32 in the order of choice, rounded once. beside: [T, hidden], added to that, and rounded; gate:
         [T, 1], whose sigmoid multiplies it first, both rounded.
+
+        Of a share of several ranks it is the part of its own experts, in float32, and so is `beside`: of all that the
+        ranks' sum alone is rounded.
         """
         ...

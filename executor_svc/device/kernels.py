@@ -266,8 +266,8 @@ class Kernels(Protocol):
         """Normalize q and k if norms are given, rotate them, write k and v to the cache, return q.
 
         Args:
-            qkv: [T, (H + 2 KVH) * DP]; may be overwritten. With (H + KVH) heads the values are the keys before their
-            norm and rotation; with H alone nothing is written to the cache.
+            qkv: [T, (H + 2 KVH) * DP], rows whole heads apart; may be overwritten. With (H + KVH) heads the values are
+            the keys before their norm and rotation; with H alone nothing is written to the cache.
             rope: in the dtype of qkv; only the first R columns of a head are rotated.
             kv_layer: [N, 2, KVH, B, DP], written at the plan's slots; the order within a head is device-specific.
             scales: only for a cache in fp8; None: 1.
@@ -311,7 +311,10 @@ class Kernels(Protocol):
         ...
 
     def activate_times(self, x: Tensor, factors: Tensor, from_column: int, name: FactorActivation) -> Tensor:
-        """Return the activation of x [T, width], rounded, times as many columns of factors [T, any]."""
+        """Return the activation of x [T, width], rounded, times as many columns of factors [T, any].
+
+        Rows of x may have any stride.
+        """
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:

@@ -42,26 +42,38 @@ def model_layout(
     config: ExecutorConfig,
     dtype: torch.dtype,
 ) -> KVLayout:
-    """Return the layout of a target's layers and then its draft's; padded: returns the size of heads in the cache.
+    """Return the layout of a target's layers and then its draft's; padded: returns the size of heads in the cache."""
+    heads = geometry.layer_heads or (LayerHeads(geometry.num_kv_heads, geometry.head_size),) * geometry.num_layers
+    windows = () if config.disable_hybrid_kv_cache_manager else geometry.windows
+    return layout_of(heads, windows, geometry.max_model_len, padded, config.block_size, dtype, draft.layers)
+
+
+def layout_of(
+    heads: Sequence[LayerHeads],
+    layer_windows: Sequence[int | None],
+    max_model_len: int,
+    padded: Callable[[int], int],
+    block_size: int,
+    dtype: torch.dtype,
+    draft_layers: Sequence[LayerKV] = (),
+) -> KVLayout:
+    """Return the layout of layers that keep these heads, and have these windows; none: all layers read everything.
 
     Layers with a window below max_model_len are in a group with those of the same window; all others, and the draft's,
     in group 0, if there are any. Layers with the same keys and values are together.
     """
-    heads = geometry.layer_heads or (LayerHeads(geometry.num_kv_heads, geometry.head_size),) * geometry.num_layers
-    kept = [0] * len(heads)
-    if geometry.windows and not config.disable_hybrid_kv_cache_manager:
-        kept = [window if window and window < geometry.max_model_len else 0 for window in geometry.windows]
+    kept = [window if window and window < max_model_len else 0 for window in layer_windows] or [0] * len(heads)
     owners = [index if each.kv_of is None else each.kv_of for index, each in enumerate(heads)]
     readers = [[kept[index] for index, owner in enumerate(owners) if owner == each] for each in owners]
     kept = [0 if 0 in each else max(each) for each in readers]
-    windows = tuple(sorted({*kept, *([0] if draft.layers else [])}))
+    windows = tuple(sorted({*kept, *([0] if draft_layers else [])}))
     alone = zip(layers_of_heads(heads, padded), kept, strict=True)
     target = [replace(layer, group=windows.index(window)) for layer, window in alone]
     moved = (
         each if each.shared_with is None else replace(each, shared_with=each.shared_with + len(target))
-        for each in draft.layers
+        for each in draft_layers
     )
-    return KVLayout.of((*target, *moved), config.block_size, dtype, windows)
+    return KVLayout.of((*target, *moved), block_size, dtype, windows)
 
 
 def layers_of_heads(heads: Sequence[LayerHeads], padded: Callable[[int], int]) -> tuple[LayerKV, ...]:

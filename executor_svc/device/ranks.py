@@ -7,10 +7,12 @@ so that a degree gives the same bits in every run, but not those of another degr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from executor_svc.device.kernels import AttentionShape, HeadNorms
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,10 @@ class Share:
         """Return this rank's part of `total` rows in a row: the same number for each, fewer for the last ones."""
         each = -(-total // self.size)
         return range(min(total, self.rank * each), min(total, (self.rank + 1) * each))
+
+
+WHOLE = Share()
+"""Of a model that is not divided."""
 
 
 class RankError(RuntimeError):
@@ -67,6 +73,15 @@ class RankKernels(Protocol):
 
     def reset(self) -> None:
         """Begin anew, while no rank is in an operation: rank 0 first, then the others."""
+        ...
+
+
+@runtime_checkable
+class HeadNormRanks(RankKernels, Protocol):
+    """Ranks that normalize all heads together, of which each has some."""
+
+    def norm_all_heads(self, qkv: Tensor, norms: HeadNorms, shape: AttentionShape) -> Tensor:
+        """Normalize the query heads of all ranks together, and the key heads, in place; return qkv of this rank."""
         ...
 
 

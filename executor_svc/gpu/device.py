@@ -16,8 +16,8 @@ from executor_svc.device.interface import DeviceError, Numerics, NumericsError, 
 from executor_svc.device.kernels import Embedding, Linear, TableEmbedding, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
 from executor_svc.device.stored_linear import FewBits, QuantRows, StoredLinear
-from executor_svc.gpu.experts import GpuExpertKernels
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
+from executor_svc.gpu.latent import GpuLatentKernels
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
 from executor_svc.gpu.stored_linear import FewBitsEmbedding, GpuStoredLinear, has_kernel
 from executor_svc.plan.description import ModelGeometry
@@ -40,7 +40,7 @@ _HOPPER = 90, 132
 class RecordedLinear:
     """A linear layer whose calls can be recorded; implements `device.kernels.Linear`."""
 
-    def __init__(self, linear: GpuLinear | GpuStoredLinear, kernels: GpuExpertKernels) -> None:
+    def __init__(self, linear: GpuLinear | GpuStoredLinear, kernels: GpuLatentKernels) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.linear = linear
         self._kernels = kernels
@@ -66,6 +66,7 @@ class GpuDevice:
         for option, value, not_here in (
             ("--quantization", config.quantization, "int4"),
             ("--quantized-activations", config.quantized_activations, "int8"),
+            ("--expert-weights", config.expert_weights, "mapped"),
             ("--save-quantized", config.save_quantized, config.save_quantized),
         ):
             if value is not None and value == not_here:
@@ -83,12 +84,12 @@ class GpuDevice:
         self._arch = arch
         assert config.quantization != "int4"
         self._quantization: Quantization = config.quantization
-        self._kernels = GpuExpertKernels(self.torch_device, arch, num_sms)
+        self._kernels = GpuLatentKernels(self.torch_device, arch, num_sms)
         self._workspace = SumsWorkspace(self.torch_device)
         self.few_bits = FewBits()
 
     @property
-    def kernels(self) -> GpuExpertKernels:
+    def kernels(self) -> GpuLatentKernels:
         return self._kernels
 
     @property

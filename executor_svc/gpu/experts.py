@@ -11,6 +11,7 @@ from torch import Tensor
 
 from executor_svc.device.experts import Router, Routes
 from executor_svc.device.kernels import Linear
+from executor_svc.device.ranks import WHOLE, Share
 from executor_svc.gpu.expert_linear import StackableLinear, StackedExperts
 from executor_svc.gpu.kernels import activation
 from executor_svc.gpu.kernels.experts.blocks import (
@@ -38,6 +39,7 @@ class GpuRoutes:
     blocks: Tensor
     num_blocks: Tensor
     num_experts: int
+    share: Share = WHOLE
 
     @property
     def num_chosen(self) -> int:
@@ -98,7 +100,9 @@ class GpuExpertKernels(GpuKernels):
         dtype: torch.dtype,
         bias: Tensor | None = None,
         scales: Tensor | None = None,
+        share: Share = WHOLE,
     ) -> GpuRoutes:
+        assert share.size == 1, "experts are not divided among GPUs"
         routes, num_chosen = self._new_routes(len(logits), router), router.num_chosen
         size = scratch_size(len(logits), router.num_experts)
         scratch = self.new("counts of chosen", (size,), torch.int32)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from executor_svc.device.file_rows import FileRows
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.content_digest import ContentDigest
@@ -53,6 +54,10 @@ class NamedWeight:
     def whole(self) -> Tensor:
         return self.source.get(self.name, self.shape)
 
+    def in_file(self) -> FileRows | None:
+        """As in `device.file_rows.InFile`."""
+        return self.source.rows_in_file(self.name, self.shape)
+
 
 class Weights:
     """Tensors by name; each is read once, checked, converted and hashed. Base class of the sources below.
@@ -66,6 +71,8 @@ class Weights:
         self._hashes: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
         self._not_finite: set[str] = set()
+        self._left: set[str] = set()
+        """Linears that another rank reads."""
 
     @property
     def num_parameters(self) -> int:
@@ -91,6 +98,10 @@ class Weights:
         self._check(name, shape)
         return NamedWeight(self, name, shape)
 
+    def rows_in_file(self, name: str, shape: tuple[int, ...]) -> FileRows | None:
+        """Return where the rows of a dense tensor lie in a file as they are, or None."""
+        return None
+
     def holds(self, name: str) -> bool:
         """Return whether there is a tensor of this name."""
         return True
@@ -108,6 +119,15 @@ class Weights:
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `models.base.WeightSource`; sources of weights in few bits override it."""
         return self.open(f"{prefix}.weight", shape)
+
+    def leave_linear(self, prefix: str, shape: tuple[int, int], biased: bool) -> None:
+        """Count a linear that another rank reads; errors as those of `open_linear`."""
+        self.open_linear(prefix, shape)
+        self._counts[f"{prefix}.weight"] = math.prod(shape)
+        if biased:
+            self.open(f"{prefix}.bias", shape[:1])
+            self._counts[f"{prefix}.bias"] = shape[0]
+        self._left.add(prefix)
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Return a copy of a tensor in dtype, by default the model's; raises LoaderError for a wrong shape or name."""
@@ -240,6 +260,11 @@ class SafetensorsWeights(Weights):
     def holds(self, name: str) -> bool:
         """As in `Weights`."""
         return self._expert_of(name)[0] in self._places
+
+    def rows_in_file(self, name: str, shape: tuple[int, ...]) -> FileRows | None:
+        """As in `Weights`."""
+        stored = self._ordered(name)
+        return stored.in_file() if isinstance(stored, StoredTensor) and stored.shape == shape else None
 
     def is_tied(self) -> bool:
         """As in `Weights`; in few bits, all of their tensors are compared as they are stored."""
@@ -403,7 +428,11 @@ class SafetensorsWeights(Weights):
             path, stored_name = self._places[name]
             if len(used) == self._header(path)[stored_name].shape[0]:
                 known |= {name}
-        left = {name: place for name, place in self._places.items() if name not in known and not ignored(name)}
+        left = {
+            name: place
+            for name, place in self._places.items()
+            if name not in known and name.rpartition(".")[0] not in self._left and not ignored(name)
+        }
         stored = {name: self._header(path).get(name) for path, name in left.values()}
         unused = sorted(name for name, tensor in stored.items() if tensor is None or not is_without_effect(tensor))
         if unused:

@@ -30,7 +30,7 @@ from executor_svc.models.gguf.weights import GgufWeights, read_vector
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
 from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.parallel.source import RankSource
-from executor_svc.models.parallel.split import spec_of
+from executor_svc.models.parallel.split import linears_elsewhere, spec_of
 from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
@@ -284,6 +284,8 @@ def _source(
     """
     folder, rounding, linears = checkpoint.folder, rounding_of(config, device), spec.num_linear_elements
     held = weights.least_bytes(linears) if rounding is None else rounded_bytes(rounding, linears)
+    if config.expert_weights == "mapped":
+        held = held * (linears - spec.num_expert_elements) // linears
     held //= config.tensor_parallel_size
     tables = spec.num_rotary_elements(max_model_len) * device.dtype.itemsize
     check_memory(folder, held + tables, "weights and rotary tables", max_model_len, device)
@@ -296,6 +298,8 @@ def _source(
     try:
         for name, shape in shapes:
             checked.open_linear(name.removesuffix(".weight"), shape)
+        for name, shape, biased in () if ranks is None else linears_elsewhere(spec, ranks.share):
+            weights.leave_linear(name, shape, biased)
     except ModelConfigError as error:
         raise LoaderError(f"{_place(folder)}: {error}") from error
     saved = _saved(config, folder, checkpoint.content, rounding, device, len(list(linear_shapes(spec))))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from executor_svc.device.kernels import AttentionShape, Embedding, HeadNorms, KVScales, Linear
+from executor_svc.device.ranks import HeadNormRanks
 from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.experts_weights import ExpertsWeights
@@ -22,6 +23,7 @@ from executor_svc.models.layers.latent import LatentAttention
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
 from executor_svc.models.layers.norm import LayerNorm, Norm, RmsNorm
 from executor_svc.models.linear_weight import LinearWeight, StoredPart, linear_weight, output_weight, qkv_weight
+from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.spec import EMBEDDINGS, HEAD, LAYER_TABLE, TABLE, DecoderSpec, mlp_rows, qkv_rows
 
 
@@ -191,14 +193,25 @@ class DecoderWeights:
             scales,
             self._builder.kernels,
             sinks,
+            spec.attention_gate,
+            self._ranks_of_norms(),
         )
+
+    def _ranks_of_norms(self) -> HeadNormRanks | None:
+        """Return the ranks whose heads are normalized together."""
+        if self._spec.head_norms != "all heads" or not isinstance(self._builder, RankBuilder):
+            return None
+        assert isinstance(self._builder.ranks, HeadNormRanks), "these ranks have no norm of all heads"
+        return self._builder.ranks
 
     def _head_rows(self, shape: AttentionShape, count: int) -> list[HeadRows]:
         """Return what becomes of the rows of each stored linear of q, k and v."""
         pairs = self._spec.rotary_pairs
         assert len(self._spec.names.qkv) == 3 or not pairs, "pairs are of q and k alone"
+        assert len(self._spec.names.qkv) == 3 or not self._spec.attention_gate, "gates are beside q alone"
         rows = HeadRows(shape.head_size, shape.padded_head_size, 0)
-        return [replace(rows, pairs=pairs if index < 2 else 0) for index in range(count)]
+        gated = self._spec.attention_gate
+        return [replace(rows, pairs=pairs if index < 2 else 0, gated=gated and not index) for index in range(count)]
 
     def _head_norms(self, prefix: str, index: int, shape: AttentionShape) -> HeadNorms | None:
         spec, layer = self._spec, self._spec.layers[index]

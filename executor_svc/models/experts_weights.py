@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.experts import ExpertKernels, ExpertLinear
+from executor_svc.device.file_rows import NotInPlaceError
 from executor_svc.device.kernels import Linear
 from executor_svc.models.base import Builder, ModelConfigError, WeightSource
 from executor_svc.models.layers.experts import ExpertChoice, Experts, ExpertsBeside
 from executor_svc.models.layers.mlp import GATED, GatedMlp, Mlp
 from executor_svc.models.layers.norm import RmsNorm
 from executor_svc.models.linear_weight import linear_weight
+from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.spec import DecoderSpec, ExpertsSpec, into_rows
 
 
@@ -41,7 +43,8 @@ class ExpertsWeights:
             shared = self._shared(prefix, experts)
             if names.shared_gate is not None:
                 gate = self._small(f"{prefix}{names.shared_gate}", (1, hidden), self._builder.dtype)
-        return Experts(choice, gate_up, second, self._activate(experts), shared, gate, self._kernels)
+        ranks = self._builder.ranks if isinstance(self._builder, RankBuilder) else None
+        return Experts(choice, gate_up, second, self._activate(experts), shared, gate, self._kernels, ranks)
 
     def beside(self, prefix: str, experts: ExpertsSpec, norm: Callable[[str], RmsNorm]) -> ExpertsBeside:
         """Return the experts beside a layer's MLP; norm: returns one of the layer's by its name in it."""
@@ -75,7 +78,7 @@ class ExpertsWeights:
         return self._builder.prepare_linear("experts.router", weight, bias)
 
     def _each(self, prefix: str, experts: ExpertsSpec, rows: dict[str, int], columns: int) -> ExpertLinear:
-        """Return the fused linears of these names, one for each expert."""
+        """Return the fused linears of these names, one for each expert that is this rank's."""
         linears = [
             self._linear(
                 "experts",
@@ -83,19 +86,23 @@ class ExpertsWeights:
                 columns,
                 experts.biased,
             )
-            for expert in range(experts.router.num_experts)
+            for expert in experts.own
         ]
         try:
             return self._kernels.expert_linear(linears)
         except ValueError as error:
-            raise ModelConfigError(f"{prefix}{next(iter(rows)).format(0)} and others: {error}") from None
+            first = prefix + next(iter(rows)).format(experts.own[0])
+            raise ModelConfigError(f"{first} and others: {error}") from None
 
     def _linear(self, name: str, rows: dict[str, int], columns: int, biased: bool = False) -> Linear:
         parts = [self._weights.open_linear(each, (count, columns)) for each, count in rows.items()]
         bias = None
         if biased:
             bias = torch.cat([self._weights.get(f"{each}.bias", (count,)) for each, count in rows.items()])
-        return self._builder.prepare_linear(name, linear_weight(parts, self._builder.dtype), bias)
+        try:
+            return self._builder.prepare_linear(name, linear_weight(parts, self._builder.dtype), bias)
+        except NotInPlaceError as error:
+            raise ModelConfigError(f"--expert-weights mapped: {next(iter(rows))}: {error}") from None
 
     def _shared(self, prefix: str, experts: ExpertsSpec) -> Mlp:
         names, hidden, activation = experts.names, self._spec.hidden_size, self._spec.activation

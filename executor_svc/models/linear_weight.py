@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.dense_rows import DequantizedRows
+from executor_svc.device.file_rows import FileRows, InFile
 from executor_svc.device.kernels import AttentionShape, WeightRows
 from executor_svc.device.stored_linear import QuantBlock, QuantRows, StoredLinear
 from executor_svc.models.base import StoredWeight
@@ -43,6 +44,17 @@ class LinearWeight:
         self._multiple = multiple
         self.dtype = dtype
         self.shape = shape or (sum(part.shape[0] for part in parts), self._columns)
+
+    @property
+    def stored(self) -> list[LinearWeight]:
+        """The stored tensors, each as the weight of a linear of its own; their rows are not changed."""
+        assert not self._widen
+        return [LinearWeight([part], self.dtype) for part in self._parts]
+
+    def in_file(self) -> FileRows | None:
+        """As in `device.file_rows.InFile`."""
+        (part,) = self._parts
+        return part.in_file() if isinstance(part, InFile) and not self._widen else None
 
     def blocks(self, num_bytes: int, multiple: int) -> Iterator[Tensor]:
         """As in `WeightRows`."""
@@ -92,7 +104,9 @@ def _heads(part: StoredPart, dtype: torch.dtype, heads: HeadRows) -> QuantRows |
 def _dense_heads(parts: Sequence[StoredWeight], dtype: torch.dtype, heads: Sequence[HeadRows]) -> LinearWeight:
     size, padded = heads[0].head_size, heads[0].padded_head_size
     count = sum(part.shape[0] for part in parts) // size
-    return LinearWeight(parts, dtype, shape=(count * padded, parts[0].shape[1]), widen=heads, multiple=size)
+    # Queries and their gates are read together; what follows them has fewer rows.
+    unit = next((part.shape[0] for part, each in zip(parts, heads, strict=True) if each.gated), size)
+    return LinearWeight(parts, dtype, shape=(count * padded, parts[0].shape[1]), widen=heads, multiple=unit)
 
 
 def output_weight(
@@ -133,6 +147,7 @@ class QuantHeads:
     def blocks(self, num_bytes: int, multiple: int) -> Iterator[QuantBlock]:
         """As in `QuantRows`; whole heads at a time."""
         unit = self._heads.head_size if self._heads.is_padded else math.lcm(multiple, self._heads.head_size)
+        unit = self._rows.shape[0] if self._heads.gated else unit
         for block in self._rows.blocks(num_bytes, unit):
             planes: dict[str, Any] = {each.name: self._placed(getattr(block, each.name)) for each in fields(block)}
             yield QuantBlock(**planes)

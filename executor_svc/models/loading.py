@@ -18,7 +18,6 @@ from cadenza_common.hub.download import repo_of
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.interface import Device
-from executor_svc.device.latent import LatentKernels
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.adapters.reading import BaseTable
@@ -124,7 +123,7 @@ def load_model(
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
     if (reason := refused_architecture(checkpoint.names)) is not None:
         raise LoaderError(f"model folder {checkpoint.folder}: {reason}")
-    if checkpoint.architecture is not None and _has_kernels(device, checkpoint):
+    if checkpoint.architecture is not None:
         return _load_own(config, device, checkpoint, checkpoint.architecture, adapter_sizes, join)
     if join is not None:
         raise LoaderError(
@@ -132,15 +131,6 @@ def load_model(
             "--tensor-parallel-size needs"
         )
     return load_through_transformers(config, device, checkpoint.folder, checkpoint.content, checkpoint.names)
-
-
-def _has_kernels(device: Device, checkpoint: Checkpoint) -> bool:
-    """Return whether the device has kernels of all parts of an architecture with code in Cadenza."""
-    if isinstance(device.kernels, LatentKernels) or not checkpoint.read_spec().has_latents:
-        return True
-    if checkpoint.gguf is not None:
-        raise LoaderError(f"--model {checkpoint.folder}: models with latent attention in GGUF need --device cpu")
-    return False
 
 
 ReadEnds = Callable[[bool, bool], Ends]
@@ -166,6 +156,8 @@ def _load_own(
     join: Join | None,
 ) -> LoadedModel:
     spec = checkpoint.read_spec()
+    if config.expert_weights == "mapped" and not spec.has_experts:
+        raise LoaderError(f"--expert-weights mapped: {architecture} has no experts")
     ranks = None if join is None else _join(join, spec, checkpoint.folder)
     eos, bos = _special_tokens(checkpoint.folder, checkpoint.content, checkpoint.gguf)
     max_model_len = _max_model_len(config, spec.context_limit)
@@ -221,6 +213,10 @@ def load_through_transformers(
     architecture = choice.find_architecture(names, model_type)
     if architecture is None:
         raise LoaderError(f"model folder {folder}: {unknown_architecture(names, model_type)}")
+    if config.expert_weights == "mapped":
+        raise LoaderError(
+            f"--expert-weights mapped: {architecture} runs through transformers' own code, which has all in memory"
+        )
     if config.numerics == "exact":
         raise LoaderError(
             f"model folder {folder}: {architecture} runs through transformers' own code, where --numerics exact can "
@@ -308,7 +304,8 @@ def _geometry(
         max_model_len=max_model_len,
         dtype=str(device.dtype).removeprefix("torch."),
         num_parameters=num_parameters,
-        weight_bytes=num_parameters * device.dtype.itemsize - device.few_bits.saved_bytes,
+        # Of all ranks: this one has saved its part.
+        weight_bytes=num_parameters * device.dtype.itemsize - device.few_bits.saved_bytes * config.tensor_parallel_size,
         weights=device.few_bits.described(str(device.dtype).removeprefix("torch.")),
         windows=model.windows,
         layer_heads=model.layer_heads,

@@ -40,6 +40,7 @@ from executor_svc.models.families.mixtures import (
     read_olmoe,
     read_qwen2_moe,
     read_qwen3_moe,
+    read_qwen3_next,
 )
 from executor_svc.models.families.nemotron import read_nemotron
 from executor_svc.models.families.neox import read_gpt_neox
@@ -47,6 +48,7 @@ from executor_svc.models.families.olmo import read_olmo2, read_olmo3
 from executor_svc.models.families.phi import has_plain_heads, read_phi
 from executor_svc.models.families.phi3 import read_phi3, read_phimoe
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
+from executor_svc.models.families.qwen3_5 import read_qwen3_5
 from executor_svc.models.families.starcoder import read_starcoder2
 from executor_svc.models.families.wrapped import (
     read_gemma3_wrapped,
@@ -54,6 +56,7 @@ from executor_svc.models.families.wrapped import (
     read_kimi_wrapped,
     read_llama4_wrapped,
     read_mistral3_wrapped,
+    read_qwen3_5_wrapped,
 )
 from executor_svc.models.spec import DecoderSpec
 
@@ -109,6 +112,9 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Qwen2MoeForCausalLM": read_qwen2_moe,
     "Qwen3ForCausalLM": read_qwen3,
     "Qwen3MoeForCausalLM": read_qwen3_moe,
+    "Qwen3NextForCausalLM": read_qwen3_next,
+    "Qwen3_5ForCausalLM": read_qwen3_5,
+    "Qwen3_5ForConditionalGeneration": read_qwen3_5_wrapped,
     "SeedOssForCausalLM": read_seed_oss,
     "SmolLM3ForCausalLM": read_smollm3,
     "Starcoder2ForCausalLM": read_starcoder2,
@@ -190,7 +196,10 @@ _MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from executor_svc.device.file_rows import FileRows
 from executor_svc.models.folder import LoaderError
 
 LENGTH_BYTES = 8
@@ -106,6 +107,10 @@ class StoredTensor:
             raise LoaderError(f"{self.path}: tensor {self.name} has shape {list(self.shape)}, and no matrix {index}")
         alone = self.rows_alone(range(index, index + 1))
         return replace(alone, name=f"{self.name}[{index}]", shape=self.shape[1:])
+
+    def in_file(self) -> FileRows:
+        """Return where its rows lie."""
+        return FileRows(self.path, self.offset, math.prod(self.shape) * self._item_bytes, self.stored_as)
 
     def row_blocks(self, chosen: range, rows: int) -> Iterator[Tensor]:
         """Yield some consecutive rows, `rows` at a time; nothing else is read. Otherwise as `blocks`."""

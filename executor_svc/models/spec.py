@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from executor_svc.device.experts import Router
+from executor_svc.device.experts import Router, own_experts
 from executor_svc.device.kernels import HeadNormKind
+from executor_svc.device.ranks import WHOLE, Share
 from executor_svc.models.file_form import HEAD as HEAD
 from executor_svc.models.file_form import TABLE as TABLE
 from executor_svc.models.file_form import BesideNames, FileForm, StackedForm
@@ -102,6 +104,13 @@ class ExpertsSpec:
     """Whether the router and the experts have biases."""
     activation: ClippedSwiglu | None = None
     """None: the model's."""
+    share: Share = field(default=WHOLE, repr=False)
+    """Of a rank: it has these experts alone."""
+
+    @property
+    def own(self) -> range:
+        """The experts that there are here."""
+        return own_experts(self.router.num_experts, self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +232,9 @@ class DecoderSpec:
 
     head_norm_weights: bool = field(default=True, repr=False, metadata=LATER)
     """Whether the norms of heads have weights."""
+    attention_gate: bool = field(default=False, repr=False, metadata=LATER)
+    """Whether the output of attention is multiplied with the sigmoid of a gate, whose rows for a head follow those of
+    its query in the linear of q."""
     value_norm: bool = field(default=False, repr=False, metadata=LATER)
     """Whether values are divided by the root mean square of their head."""
     layer_scalars: bool = field(default=False, repr=False, metadata=LATER)
@@ -273,6 +285,18 @@ class DecoderSpec:
         layers = [layer.experts for layer in self.layers if layer.experts is not None]
         unchosen = ((each.router.num_experts - each.router.num_chosen) * each.intermediate_size for each in layers)
         return 3 * self.hidden_size * sum(unchosen)
+
+    @property
+    def num_expert_elements(self) -> int:
+        """The number of elements of the linears of experts, without what all tokens share."""
+        counts = (
+            math.prod(shape)
+            for layer in self.layers
+            if layer.experts is not None
+            for expert in layer.experts.own
+            for _, shape in shapes_of_expert(layer.experts, expert, self.hidden_size)
+        )
+        return sum(counts)
 
     def sizes(self, index: int) -> LayerSizes:
         """Return the sizes of a layer."""
@@ -374,14 +398,19 @@ def _biased_rows(spec: DecoderSpec, index: int) -> Iterable[str]:
 
 def expert_shapes(experts: ExpertsSpec, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name in a layer and the shape of each linear of experts; the router's is dense and none of them."""
-    for expert in range(experts.router.num_experts):
-        for name, rows in into_rows(experts.names.into, experts.intermediate_size).items():
-            yield name.format(expert), (rows, hidden)
-        yield experts.names.down.format(expert), (hidden, experts.intermediate_size)
+    for expert in experts.own:
+        yield from shapes_of_expert(experts, expert, hidden)
     if experts.shared_size:
         for name, rows in into_rows(experts.names.shared_into, experts.shared_size).items():
             yield name, (rows, hidden)
         yield experts.names.shared_down, (hidden, experts.shared_size)
+
+
+def shapes_of_expert(experts: ExpertsSpec, expert: int, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """As `expert_shapes`, of one expert."""
+    for name, rows in into_rows(experts.names.into, experts.intermediate_size).items():
+        yield name.format(expert), (rows, hidden)
+    yield experts.names.down.format(expert), (hidden, experts.intermediate_size)
 
 
 def into_rows(names: tuple[str, ...], size: int) -> dict[str, int]:
@@ -393,6 +422,7 @@ def qkv_rows(spec: DecoderSpec, index: int) -> dict[str, int]:
     """Return the rows of a layer's linears of q, k and v by their names in it: of those that it has."""
     layer, sizes = spec.layers[index], spec.sizes(index)
     q, kv = spec.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
+    q *= 2 if spec.attention_gate else 1
     if layer.kv_of is not None:
         return _rows(spec.names.qkv, (q,))
     return _rows(spec.names.qkv, (q, kv) if layer.values_are_keys else (q, kv, kv))

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from executor_svc.device.file_rows import FileRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.checkpoint import SafetensorsWeights
@@ -77,7 +78,16 @@ class StackedExpertWeights(SafetensorsWeights):
                 yield QuantBlock(unpack_bytes(packed.flatten(1), 4), exponents)
             self._hashes[name], self._counts[name] = content.digest(), rows * columns
 
-        return LazyRows(shape, _KIND, read)
+        in_file = place.rows_in_file(codes, rows)
+        apart = replace(in_file, stored_as="MXFP4 with scales apart", scales=place.rows_in_file(scales, rows))
+        return LazyRows(shape, _KIND, read, file=apart)
+
+    def rows_in_file(self, name: str, shape: tuple[int, ...]) -> FileRows | None:
+        """As in `Weights`: rows of a transposed matrix are columns of the file."""
+        place = self._place(name)
+        if place is None:
+            return super().rows_in_file(name, shape)
+        return None if place.transposed else place.rows_in_file(self._dense(place, shape), shape[0])
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         place = self._place(name)
@@ -161,6 +171,14 @@ class _Place:
         if self.interleaved and self.parts > 1:
             return slice(own.start * self.parts + self.part, own.stop * self.parts, self.parts)
         return slice(self.part * rows + own.start, self.part * rows + own.stop)
+
+    def rows_in_file(self, stored: StoredTensor, rows: int) -> FileRows:
+        """Return where rows of the part are in the file."""
+        whole, where = stored.in_file(), self.slice_of(slice(0, rows), rows)
+        row_bytes, step = whole.num_bytes // stored.shape[0], where.step or 1
+        num_bytes = ((rows - 1) * step + 1) * row_bytes
+        stride = step * row_bytes if step > 1 else 0
+        return FileRows(whole.path, whole.offset + where.start * row_bytes, num_bytes, whole.stored_as, stride)
 
     def own_rows(self, stored: StoredTensor, own: slice, rows: int) -> Tensor:
         """Read rows of the part, in memory of their own."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from executor_svc.models.file_form import HEAD, LAYERS, FileForm
 
 _PREFIX = "model."
-_OTHER_PARTS = ("vision", "audio")
+_OTHER_PARTS = ("vision", "audio", "mtp")
 """Words in the names of other parts of a checkpoint, which may have layers with the same modules."""
 _LLAMA = FileForm()
 

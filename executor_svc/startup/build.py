@@ -86,21 +86,18 @@ def build_model(
         adapters=adapters,
         grammars=grammars,
     )
+    _warm_up(executor, device)
+    return executor, describe(
+        loaded, limits, pools, prints, device.name,
+        shares_prefixes=loaded.shares_prefixes, grammar=engine, default_sampling=sampling_defaults(config),
+    )  # fmt: skip
+
+
+def _warm_up(executor: Executor, device: Device) -> None:
     if device.torch_device.type == "cuda":
         from executor_svc.gpu.warm_up import run_steps
 
         run_steps(executor)
-    shares = loaded.shares_prefixes
-    return executor, describe(
-        loaded,
-        limits,
-        pools,
-        prints,
-        device.name,
-        shares_prefixes=shares,
-        grammar=engine,
-        default_sampling=sampling_defaults(config),
-    )
 
 
 def _step_bytes(

@@ -11,6 +11,7 @@ from executor_svc.cpu.kernels.ranks.linked import LinkedRanks
 from executor_svc.cpu.kernels.ranks.memory import ExchangeMemory, ExchangeSizes
 from executor_svc.device.interface import Device
 from executor_svc.device.ranks import RankKernels, Share
+from executor_svc.models.base import ModelConfigError
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.ranks.members import Exchanges, SharedMemory
 
@@ -35,6 +36,10 @@ def make_ranks(
     """
     share = Share(rank, config.tensor_parallel_size)
     if device.name != "cpu":
+        if spec.has_experts:
+            raise ModelConfigError("mixtures of experts are not divided among GPUs so far")
+        if spec.head_norms == "all heads":
+            raise ModelConfigError("q_norm and k_norm normalize all heads together, which GPUs have parts of")
         assert isinstance(exchanges, SharedMemory)
         return ranks_on_gpus(device, share, exchanges.descriptor)
     kernels, sizes = device.kernels, sizes_of(config, spec)

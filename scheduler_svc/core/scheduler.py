@@ -21,6 +21,7 @@ from scheduler_svc.core.adapters.table import AdapterTable
 from scheduler_svc.core.errors import InvariantError, LimitsError, RequestExistsError, RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.lane_counts import LaneCounts
+from scheduler_svc.core.lanes.lane_integrity import check_lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.memory.prefix_cache import PrefixCounts
 from scheduler_svc.core.outputs import StepOutputs
@@ -366,7 +367,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Prove that every block, slot and group is accounted for; raises InvariantError."""
         for lane in self.lanes.values():
-            lane.check_integrity()
+            check_lane(lane)
             if any(sequence.group.lane_id != lane.executor_id for sequence in (*lane.running, *lane.swapped)):
                 raise InvariantError("a lane holds a sequence of a group that another lane holds")
         self._requests.placer.check_integrity()

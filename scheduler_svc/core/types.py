@@ -24,6 +24,15 @@ class SequenceState(Enum):
     __hash__ = object.__hash__
 
 
+NEXT_STATES: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.SWAPPED, SequenceState.FINISHED}),
+    SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+"""The states that each may become."""
+
+
 class FinishDetail(IntEnum):
     """Why a sample ended; numbers as in types.proto."""
 

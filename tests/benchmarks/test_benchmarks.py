@@ -307,6 +307,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "gateway",
         "lane_scaling",
         "lora",
+        "mapped_experts",
         "placement",
         "prefix_hits",
         "scheduler_cost",

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from cadenza import Client, RequestOutput, SamplingParams
-from tests.checkpoints import make_llama
+from tests.checkpoints import make_checkpoint
 from tests.faults.test_killed_processes import Up
 from tests.helpers.machine.memory_limits import limited_addresses, memory_group_or_skip
 from tests.helpers.service_scripts import until
@@ -30,10 +30,10 @@ STRUCTURED = SamplingParams(seed=2, structured_outputs={"regex": r"(\[[a-e]{1,9}
 PENALISED = SamplingParams(seed=3, ignore_eos=True, frequency_penalty=0.5, temperature=0.8, max_tokens=20)
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2_moe", marks=pytest.mark.long)])
+def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = tmp_path_factory.mktemp("model")
-    make_llama(folder, tokenizer=True, vocab_size=VOCAB, max_position_embeddings=4096)
+    make_checkpoint(folder, request.param, tokenizer=True, vocab_size=VOCAB, max_position_embeddings=4096)
     sizes = "--num-gpu-blocks", "400", "--max-num-seqs", f"{NUM_SEQS}", "--max-num-batched-tokens", f"{NUM_SEQS}"
     options = "--tensor-parallel-size", "2", "--dtype", "float32", "--step-timeout-s", f"{STEP_TIMEOUT_S}"
     running = Up(folder, tmp_path_factory.mktemp("up") / "log", *options, *sizes)

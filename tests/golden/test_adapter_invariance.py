@@ -99,7 +99,7 @@ def setting_of(name: str) -> Setting:
     return replace(SETTINGS[name], max_loras=3, max_cpu_loras=5)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("adapted", "name"),
     short_and_long(

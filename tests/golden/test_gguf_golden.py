@@ -14,7 +14,7 @@ from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.gguf_files import Kinds, all_of, dequantized, low_bits, write_gguf
-from tests.helpers.models.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
+from tests.helpers.models.golden import compare_greedy, our_greedy, random_prompts, transformers_model
 from tests.helpers.services import cadenza_services
 
 NEW_TOKENS = 16
@@ -239,7 +239,7 @@ def test_greedy_equals_transformers(tmp_path: Path, name: str) -> None:
     found = our_greedy(Model(file, **EXACT, **case.options), prompts, NEW_TOKENS)
     equal = 0
     for prompt, ours in zip(prompts, found, strict=True):
-        equal += compare(ours, transformers_greedy(reference, prompt, NEW_TOKENS), CLOSE)
+        equal += compare_greedy(ours, reference, prompt, CLOSE)
     assert equal > 0.9 * NEW_TOKENS * len(prompts), "too few tokens were compared to prove anything"
     assert len({token for ours in found for token in ours.tokens}) > 6, "continuations do not wander"
 

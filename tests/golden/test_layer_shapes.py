@@ -53,6 +53,7 @@ def shaped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shaped]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", short_and_long(NAMES, ["recompute, no cache, four plans", "cached in the host pool"]))
 def test_same_request_same_bits(shaped: Shaped, name: str) -> None:
     found, happened = run(shaped.model, SETTINGS[name], shaped.expected)
@@ -98,6 +99,7 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     assert float((ours - expected).abs().max()) <= 5e-5 * float(expected.abs().max())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_bits_of_weights_in_few_bits(tmp_path: Path, quantization: str) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "global_head_dim": 32}

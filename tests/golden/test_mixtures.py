@@ -48,6 +48,13 @@ def test_family(tmp_path: Path, name: str) -> None:
     family, shape = CASES[name]
     folder = make_checkpoint(tmp_path, family, **shape)
     check_greedy(folder, folder)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", CASES)
+def test_bits_in_bfloat16(tmp_path: Path, name: str) -> None:
+    family, shape = CASES[name]
+    folder = make_checkpoint(tmp_path, family, **shape)
     check_bits_of_chunks(check_bfloat16(folder, random_prompts(VOCABULARY, (90,))[0], median=True))
 
 
@@ -85,10 +92,10 @@ def test_experts_in_few_bits(tmp_path: Path, name: str, layout: str) -> None:
     check_greedy(quantized, dense, dtype="float32", quantized_activations="off")
 
 
-def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
-    """Blocks and scales of all experts in one tensor each, as the released models have them."""
+def gpt_oss_in_mxfp4(folder: Path) -> tuple[Path, Path]:
+    """Return a gpt-oss with blocks and scales of all experts in one tensor each, as released, and the same dense."""
     shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    dense = make_checkpoint(tmp_path / "dense", "gpt_oss", **shape)
+    dense = make_checkpoint(folder / "dense", "gpt_oss", **shape)
     tensors, few_bits = load_file(dense / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
         if not name.endswith(("gate_up_proj", "down_proj")):
@@ -100,12 +107,16 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
         few_bits[f"{name}_blocks"] = codes.unflatten(-1, (-1, 16))
         few_bits[f"{name}_scales"] = torch.stack([each["weight_scale"].view(torch.uint8) for each in packed])
     save_file(tensors, dense / "model.safetensors", {"format": "pt"})
-    quantized = tmp_path / "quantized"
+    quantized = folder / "quantized"
     quantized.mkdir()
     save_file(few_bits, quantized / "model.safetensors", {"format": "pt"})
     (quantized / "config.json").write_bytes((dense / "config.json").read_bytes())
     edit_config(quantized, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    check_greedy(quantized, dense, dtype="float32", quantized_activations="off")
+    return quantized, dense
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    check_greedy(*gpt_oss_in_mxfp4(tmp_path), dtype="float32", quantized_activations="off")
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -41,3 +43,24 @@ def test_same_bits_with_the_head_of_the_checkpoint(predicting: Golden, name: str
         assert found[key] == alone, key
     counts = rig.core.lanes[0].counts.drafts
     assert 0.3 * sum(counts.drafted) < sum(counts.accepted) < sum(counts.drafted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", short_and_long(["drafts", "drafts, swap", "drafts, kept sessions"], ["drafts, swap"]))
+def test_same_bits_with_the_head_of_a_model_with_windows(tmp_path: Path, name: str) -> None:
+    """The head's layer is in the group without a window, and its drafts are as good as in one group."""
+    windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+    folder = make_mimo(tmp_path / "mimo", predicts=True, **windows)
+    expected, shares = run(Model(folder, disable_hybrid_kv_cache_manager=True), ALONE)[0], []
+    for alike in (True, False):
+        model = Model(folder, disable_hybrid_kv_cache_manager=alike)
+        head = load_mtp(ExecutorConfig(**{**model.options, "speculative": "mtp"}), model.device, model.loaded)
+        rig = Rig(model, SETTINGS[name], draft_model=head)
+        assert len(rig.pools.kv_groups) == (0 if alike else 2)
+        found = rig.run(load())
+        for key, one in expected.items():
+            assert found[key] == one, key
+        counts = rig.core.lanes[0].counts.drafts
+        shares.append(sum(counts.accepted) / sum(counts.drafted))
+        assert SETTINGS[name].happens - {"swap beams"} <= (+rig.happened).keys(), "beams have room in more pages"
+    assert shares[1] > shares[0] - 0.03 > 0.3, shares

@@ -19,7 +19,7 @@ from tests.golden.test_model_families import serve
 from tests.helpers.models.golden import (
     check_bfloat16,
     check_bits_of_chunks,
-    compare,
+    compare_greedy,
     our_greedy,
     random_prompts,
     transformers_greedy,
@@ -63,6 +63,13 @@ def test_family(tmp_path: Path, name: str) -> None:
     family, shape = CASES[name]
     folder = make_checkpoint(tmp_path, family, **shape)
     check_greedy(folder, folder)
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("name", CASES)
+def test_bits_in_bfloat16(tmp_path: Path, name: str) -> None:
+    family, shape = CASES[name]
+    folder = make_checkpoint(tmp_path, family, **shape)
     check_bits_of_chunks(check_bfloat16(folder, random_prompts(VOCABULARY, (90,))[0]))
 
 
@@ -70,10 +77,7 @@ def check_greedy(folder: Path, reference: Path, **options: Any) -> None:
     """Our tokens of a folder's model equal those of transformers of another folder's."""
     prompts, model = random_prompts(VOCABULARY, LENGTHS), transformers_model(reference)
     found = our_greedy(Model(folder, **options), prompts, NEW_TOKENS)
-    equal = sum(
-        compare(ours, transformers_greedy(model, prompt, NEW_TOKENS), CLOSE)
-        for prompt, ours in zip(prompts, found, strict=True)
-    )
+    equal = sum(compare_greedy(ours, model, prompt, CLOSE) for prompt, ours in zip(prompts, found, strict=True))
     assert equal > 0.9 * NEW_TOKENS * len(prompts), "too few tokens were compared to prove anything"
     assert len({token for ours in found for token in ours.tokens}) > 10, "continuations do not wander"
 
@@ -86,6 +90,7 @@ WRAPPED = [
     ("mistral", "mistral3", "Mistral3ForConditionalGeneration", "language_model.model.", "language_model."),
     ("ministral3", "mistral3", "Mistral3ForConditionalGeneration", "model.language_model.", ""),
     ("mistral4", "mistral3", "Mistral3ForConditionalGeneration", "language_model.model.", "language_model."),
+    ("qwen3_5_text", "qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.", ""),
 ]
 
 
@@ -102,6 +107,9 @@ def test_text_part_of_models_for_images(
     renamed[f"{others}vision_tower.encoder.layers.0.layer_norm1.weight"] = torch.ones(3)
     renamed[f"{others}vision_tower.encoder.layers.0.input_layernorm.weight"] = torch.ones(3)
     renamed[f"{others}multi_modal_projector.linear.weight"] = torch.ones(3, 3)
+    if outer == "qwen3_5":
+        renamed["model.visual.blocks.0.norm1.weight"] = torch.ones(3)
+        renamed["mtp.layers.0.input_layernorm.weight"] = torch.ones(3)
     save_file(renamed, wrapped / "model.safetensors", metadata={"format": "pt"})
     text = json.loads((folder / "config.json").read_text())
     tied = {"tie_word_embeddings": text.pop("tie_word_embeddings")}

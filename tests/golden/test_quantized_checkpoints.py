@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoints import FAMILIES, NEWER, edit_config, make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.marks import short_and_long
-from tests.helpers.models.golden import compare, our_greedy, random_prompts, transformers_greedy, transformers_model
+from tests.helpers.models.golden import compare_greedy, our_greedy, random_prompts, transformers_model
 from tests.helpers.models.quantized_layouts import LAYOUTS, quantize_checkpoint
 
 NEW_TOKENS = 8
@@ -25,6 +25,7 @@ NEWER_FAMILIES = [
     ("apertus", "fp8"),
     ("gpt_neox", "gptq with desc_act"),
     ("falcon", "w4a16"),
+    ("qwen3_5_text", "gptq with desc_act"),
 ]
 """Those with layers and names unlike those of all others."""
 """One layout each; the families that are not named: w4a16."""
@@ -33,7 +34,11 @@ CASES = (
     + [(family, OF_FAMILIES.get(family, "w4a16")) for family in FAMILIES if family != "llama"]
     + NEWER_FAMILIES
 )
-SHORT = [(family, layout) for family, layout in CASES if family in ("llama", "qwen2", "gemma2", "phi3", "glm4")]
+SHORT = [
+    (family, layout)
+    for family, layout in CASES
+    if family in ("llama", "qwen2", "gemma2", "phi3", "glm4", "qwen3_5_text")
+]
 
 
 def make(folder: Path, family: str, layout: str) -> tuple[Path, Path]:
@@ -54,7 +59,7 @@ def test_greedy_equals_transformers_on_the_dequantized_weights(tmp_path: Path, f
     for prompt, ours in zip(
         prompts, our_greedy(Model(quantized, quantized_activations="off"), prompts, NEW_TOKENS), strict=True
     ):
-        equal += compare(ours, transformers_greedy(reference, prompt, NEW_TOKENS), CLOSE)
+        equal += compare_greedy(ours, reference, prompt, CLOSE)
     assert equal > 0.9 * NEW_TOKENS * len(prompts), "too few tokens were compared to prove anything"
 
 

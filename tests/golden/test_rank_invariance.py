@@ -15,7 +15,7 @@ from executor_svc.models.heads.eagle3_loading import load_eagle3
 from executor_svc.models.heads.mtp_loading import load_mtp
 from executor_svc.startup.speculation import Draft
 from scheduler_svc.core.lanes.lane_counts import DraftCounts
-from tests.checkpoints import blend, make_llama
+from tests.checkpoints import blend, make_checkpoint, make_llama
 from tests.executor_svc.driver import NUM_THREADS
 from tests.golden.invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
 from tests.golden.test_adapter_invariance import SIZES, adapted_load, make_adapters
@@ -75,6 +75,7 @@ def test_same_request_same_bits(divided: Divided, name: str) -> None:
     assert setting.happens - {"hits"} <= (+rig.happened).keys()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("divided", "name"),
     short_and_long(
@@ -135,6 +136,33 @@ def test_same_bits_with_the_head_of_the_checkpoint(tmp_path: Path) -> None:
     counts = check_with(divided, "drafts, swap", load_mtp(config, first.device, first.loaded))
     assert 0.3 * sum(counts.drafted) < sum(counts.accepted)
     ranks.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name"),
+    short_and_long(
+        [
+            ("glm4_moe", "drafts, swap"),
+            ("gpt_oss", "broken sessions"),
+            ("qwen2_moe", "recompute, no cache, four plans"),
+        ],
+        [("glm4_moe", "drafts, swap")],
+    ),
+)
+def test_same_bits_of_a_mixture(tmp_path: Path, family: str, name: str) -> None:
+    """A row's experts are on both ranks, or all on one."""
+    folder = make_checkpoint(tmp_path, family)
+    ranks, setting, drafts = RankThreads(folder, 2, {"dtype": "bfloat16"}), SETTINGS[name], None
+    try:
+        expected = Rig(ranks.first, ALONE, ranks=ranks).run(load())
+        if setting.max_drafts:
+            drafts = KnownDrafts(known_texts(expected), VOCAB_SIZE, acceptance=0.8)
+        rig = Rig(ranks.first, setting, drafts, ranks=ranks)
+        assert rig.run(load()) == expected
+        assert rig.happened["drafts"] or drafts is None
+    finally:
+        ranks.stop()
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ import torch
 from executor_svc.config import ExecutorConfig
 from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.models.heads.draft import load_draft
+from executor_svc.models.heads.eagle3_loading import load_eagle3
 from tests.checkpoints import blend, make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.golden.invariance import ALONE, SETTINGS, Golden, kept_outcome, load, run
@@ -24,20 +25,29 @@ from tests.golden.test_adapter_invariance import LINEARS
 from tests.helpers.core.core_model import Outcome, Rig, Setting
 from tests.helpers.executor.rank_threads import RankThreads
 from tests.helpers.marks import short_and_long
+from tests.helpers.models.eagle3_heads import HeadShape, make_head
 from tests.helpers.models.peft_adapters import save_peft_adapter
 
 ONE_GROUP: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True}
-NUM_BLOCKS = {"gemma3_text": 11, "mistral": 14}
+NUM_BLOCKS = {"gemma3_text": 11, "mistral": 14, "gpt_oss": 16}
 """Of small pools, where preemptions happen. The first has a page for the full layer and three for the others; the
-second has no layer without a window."""
+second has no layer without a window; the third has a page for each."""
 NAMES = (
     "all at once", "small chunks, few at once", "odd chunks, blocks of 32", "static", "recompute", "swap", "auto",
     "broken sessions", "kept sessions, swap", "aborts", "drafts", "drafts, swap", "drafts, small chunks",
     "drafts, kept sessions",
 )  # fmt: skip
+SHORT = (
+    "small chunks, few at once", "odd chunks, blocks of 32", "recompute", "broken sessions", "kept sessions, swap",
+    "drafts, swap", "drafts, small chunks",
+)  # fmt: skip
+"""Each size of chunks and blocks, each cause of what is given back, forgotten, moved and kept; some in pairs."""
 
 
-@pytest.fixture(scope="module", params=NUM_BLOCKS)
+HEADED = ("drafts", "drafts, recompute", "drafts, swap", "drafts, kept sessions")
+
+
+@pytest.fixture(scope="module")
 def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Golden]:
     """Of a family; expected: what requests get alone in one KV group."""
     before = torch.get_num_threads()
@@ -56,9 +66,9 @@ def alone(folder: Path, name: str, **options: Any) -> Outcome:
 
 
 def setting_of(name: str, family: str = "gemma3_text") -> Setting:
-    """There is no prefix cache; what `auto` chooses depends on the sizes."""
+    """What `auto` chooses depends on the sizes."""
     setting = SETTINGS[name]
-    happens = setting.happens - {"hits"} if name != "auto" else frozenset()
+    happens = setting.happens if name != "auto" else frozenset()
     return replace(setting, happens=happens, num_blocks=NUM_BLOCKS[family] if setting.num_blocks < 100 else 600)
 
 
@@ -70,10 +80,10 @@ def check(expected: Outcome, found: Outcome) -> None:
 @pytest.mark.parametrize(
     ("golden", "name"),
     short_and_long(
-        [(family, name) for family in NUM_BLOCKS for name in NAMES],
+        [(family, name) for family in ("gemma3_text", "mistral") for name in NAMES],
         [
-            *(("gemma3_text", name) for name in NAMES if name not in ("static", "auto", "aborts")),
-            *(("mistral", name) for name in ("small chunks, few at once", "swap", "drafts, kept sessions")),
+            *(("gemma3_text", name) for name in SHORT),
+            *(("mistral", name) for name in ("small chunks, few at once", "drafts, swap")),
         ],
     ),
     indirect=["golden"],
@@ -86,6 +96,7 @@ def test_same_bits(golden: Golden, name: str) -> None:
     assert setting.happens <= happened.keys()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("golden", ["gemma3_text"], indirect=True, scope="module")
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["bfloat16", "int8"])
 def test_same_bits_in_fewer_bits(golden: Golden, options: dict[str, Any]) -> None:
@@ -93,6 +104,7 @@ def test_same_bits_in_fewer_bits(golden: Golden, options: dict[str, Any]) -> Non
     check(expected, run(Model(golden.folder, **options), setting_of("drafts, swap"), expected)[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("golden", ["gemma3_text"], indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("name", "share"),
@@ -117,6 +129,33 @@ def test_same_bits_with_a_draft_model(golden: Golden, name: str, share: float, t
     check(golden.expected, rig.run(load()))
     counts = rig.core.lanes[0].counts.drafts
     assert sum(counts.accepted) / sum(counts.drafted) > (0.2 if share else 0.95), counts
+
+
+@pytest.mark.parametrize(
+    ("golden", "name"),
+    short_and_long(
+        [(family, name) for family in ("gemma3_text", "gpt_oss") for name in HEADED],
+        [("gemma3_text", "drafts, swap"), ("gpt_oss", "drafts, kept sessions")],
+    ),
+    indirect=["golden"],
+    scope="module",
+)
+def test_same_bits_with_a_head(golden: Golden, name: str, tmp_path: Path) -> None:
+    """Its layers, of which one has a window, are in the group without a window."""
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+    shape = HeadShape(decoder={"num_hidden_layers": 2, **windows})
+    folder = make_head(tmp_path, shape)
+    config = ExecutorConfig(**{**golden.model.options, "speculative": "eagle3", "speculative_model": str(folder)})
+    head = load_eagle3(str(folder), config, golden.model.device, golden.model.loaded)
+    setting = setting_of(name, golden.dtype)
+    setting = replace(setting, num_blocks=max(20, setting.num_blocks))
+    rig = Rig(golden.model, setting, draft_model=head)
+    groups = {layer.group for layer in rig.pools.layout.layers[-2:]}
+    assert groups == {rig.pools.layout.windows.index(0)} == {0}
+    check(golden.expected, rig.run(load()))
+    counts = rig.core.lanes[0].counts.drafts
+    assert 0 < sum(counts.accepted) < sum(counts.drafted)
+    assert setting.happens <= (+rig.happened).keys()
 
 
 @pytest.mark.parametrize("golden", ["gemma3_text"], indirect=True, scope="module")

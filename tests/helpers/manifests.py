@@ -39,7 +39,7 @@ def build(folder: Path) -> tuple[Manifest, ...]:
     command = [KUBECTL, "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
-    return tuple(yaml.safe_load_all(done.stdout))
+    return tuple(yaml.load_all(done.stdout, yaml.CSafeLoader))
 
 
 def of_kind(overlay: str, *kinds: str) -> list[Manifest]:

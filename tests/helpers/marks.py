@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def short_and_long(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
@@ -25,6 +26,27 @@ def short_and_long(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
         found.append(pytest.param(*arguments, marks=() if is_short else pytest.mark.long))
     assert not left, f"no such values: {left}"
     return found
+
+
+LEAST_EXAMPLES = 10
+
+
+def draw_fewer(items: Iterable[pytest.Item], *, all_of_them: bool) -> None:
+    """Mark each test of hypothesis `examples`, and let it draw a third of its examples, but ten at least.
+
+    The examples are the same in every run. all_of_them: it draws all, as in `make test-long`.
+    """
+    seen = set()
+    for item in items:
+        function = getattr(item, "obj", None)
+        if not getattr(function, "is_hypothesis_test", False):
+            continue
+        item.add_marker("examples")
+        own: settings | None = getattr(function, "_hypothesis_internal_use_settings", None)  # none: a state machine
+        if own is not None and not all_of_them and function not in seen:
+            seen.add(function)
+            fewer = min(own.max_examples, max(LEAST_EXAMPLES, own.max_examples // 3))
+            function._hypothesis_internal_use_settings = settings(own, max_examples=fewer)
 
 
 def sample(items: Iterable[pytest.Item]) -> None:

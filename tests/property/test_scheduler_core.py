@@ -21,10 +21,10 @@ from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.beams import Hypothesis
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, SequenceState, SessionEnd
-from tests.helpers.core.core_checks import check_adapters, check_beams
+from tests.helpers.core.core_checks import check_adapters, check_beams, check_prompt_logprobs
 from tests.helpers.core.core_histories import MAX_MODEL_LEN, executors, policies, prompts, requests
 from tests.helpers.core.deltas import deltas
-from tests.helpers.core.known import as_lists, known_prompt_logprobs, known_sample
+from tests.helpers.core.known import known_sample
 from tests.helpers.core.lane_rig import BROKEN, LaneRig, first_pages, fits_one
 
 ENDED_EARLY = (FinishDetail.ABORTED, FinishDetail.EXECUTOR_ERROR)
@@ -67,8 +67,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.stopped: set[Sample] = set()
         self.prompt_logprobs: dict[RequestKey, list[LogprobColumns]] = {}
         self.hypotheses: dict[RequestKey, list[Hypothesis]] = {}
-        self.poisons: dict[RequestKey, int] = {}
-        """Requests that kill their executor, each at a position."""
+        self.poisons: dict[RequestKey, int] = {}  # requests that kill their executor, each at a position
         self.num_deaths = 0
         self.num_cuts = 0
         self.now = 0.0
@@ -354,18 +353,6 @@ class CoreMachine(RuleBasedStateMachine):
         else:
             check_beams(spec, found, self.pools, was_aborted=spec.key in self.aborted)
 
-    def check_prompt_logprobs(self, spec: RequestSpec) -> None:
-        """Each row once and in order; all of them if there is any output."""
-        end, num_top = 1, spec.sampling.num_prompt_logprobs
-        for part in self.prompt_logprobs[spec.key]:
-            assert part.start == end
-            assert num_top is not None
-            end = part.end
-            known = known_prompt_logprobs(spec.prompt_token_ids[:end], num_top, part.start, spec.adapter_index)
-            assert as_lists(part) == known
-        if num_top is not None and any(self.outputs[spec.key, index] for index in range(spec.num_samples)):
-            assert end == len(spec.prompt_token_ids)
-
     def teardown(self) -> None:
         """Run dry: every request ends, and nothing is left held."""
         if not (hasattr(self, "core") and self.intact):
@@ -384,7 +371,8 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.num_deaths <= MOST_DEATHS * self.num_joined * (len(self.poisons) + self.num_cuts)
         assert set(self.finishes) == set(self.outputs)
         for spec in self.specs.values():
-            self.check_prompt_logprobs(spec)
+            has_output = any(self.outputs[spec.key, index] for index in range(spec.num_samples))
+            check_prompt_logprobs(spec, self.prompt_logprobs[spec.key], has_output=has_output)
         for key, index in self.stopped:
             output = self.outputs[key, index]
             assert output == known_sample(self.specs[key], MAX_MODEL_LEN, index)[0][: len(output)]

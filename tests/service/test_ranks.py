@@ -52,6 +52,23 @@ def test_tokens_of_every_request_with_adapters_and_drafts(tmp_path: Path) -> Non
     assert [output.outputs[0].token_ids for output in found] == expected
 
 
+@pytest.mark.slow
+def test_tokens_of_a_mixture_with_an_adapter_and_drafts(tmp_path: Path) -> None:
+    """Experts on one rank or the other, what all tokens share on both; the adapter changes attention."""
+    base = make_checkpoint(tmp_path / "model", "qwen2_moe")
+    adapter = {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj"], "lora_alpha": 2}
+    models = [save_peft_adapter(base, tmp_path / "attention", **adapter), transformers_model(base)]
+    models[0].config._experts_implementation = "eager"  # the other one has no products of float64
+    prompts = [*random_prompts(131, (1, 40)), [9, 8, 7, 6] * 8]
+    sizes = {"num_gpu_blocks": 100, "max_num_seqs": 16, "max_num_batched_tokens": 64, "max_loras": 1}
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    lora, names = [f"attention={tmp_path / 'attention'}"], ["attention", None]
+    with LLM(str(base), dtype="float32", tensor_parallel_size=2, lora=lora, speculative="ngram", **sizes) as llm:
+        found = llm.generate(prompts * 2, params, adapter=[name for name in names for _ in prompts], use_tqdm=False)
+    expected = [transformers_greedy(model, prompt, NEW_TOKENS).tokens for model in models for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in found] == expected
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", short_and_long(["mtp", "eagle3"], ["eagle3"]))
 def test_tokens_with_drafts_of_a_head(tmp_path: Path, kind: str) -> None:

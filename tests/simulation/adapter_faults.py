@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from scheduler_svc.core.errors import PreconditionError, RequestRejectedError
+from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, UnknownAdapterError
 from tests.simulation.adapting import CONTENTS, FAILED, INVALID, NextLoad, path_of
 from tests.simulation.host import Host
 from tests.simulation.lane_checks import Violation
@@ -120,6 +120,10 @@ class AdapterFaults:
             world.counts["loads by the operator"] += 1
         except (PreconditionError, RequestRejectedError) as exc:
             self._check_refusal(name, index, exc)
+        except UnknownAdapterError:
+            if name in world.adapters.names:
+                raise
+            # Unloaded in the very turn in which it was loaded: this task had not begun to wait.
 
     def _check_refusal(self, name: str, index: int, error: Exception) -> None:
         """The name is free again, and what was wrong has happened."""

@@ -241,11 +241,10 @@ class Faults:
         world = self._world
         if len(world.hosts) > 1:
             host.happened("other numerics", 0.5)
-            numerics = 1 - host.numerics
-            host.replace(replace(host.model, **KERNELS[numerics]), numerics=numerics)
+            host.replace(replace(host.model, **KERNELS[1 - host.numerics]))
         elif len(world.numerics) == 1:
             host.happened("other numerics", 0.5)
-            host.replace(replace(host.model, **OTHER_NUMERICS), numerics=1)
+            host.replace(replace(host.model, **OTHER_NUMERICS))
 
     def _unusable_limits(self, host: Host, number: float) -> None:
         """An executor whose limits cannot work, and later one that can be used."""

@@ -31,7 +31,8 @@ BOUND_S = 20.0
 """Once the last fault is over, every request ends within this time."""
 _SETTLE_S = 1.0
 """After the last request the executor releases its slots within this time."""
-
+_OPENED_S = 0.05
+"""A session that has just opened is used within this time."""
 _LAST_S = 3.0
 """Whatever the simulation itself has planned happens within this time."""
 
@@ -215,14 +216,25 @@ def _raise_violations(world: World) -> None:
 
 
 async def _settle(world: World) -> None:
-    """Let the last plans run, which release slots."""
+    """Let the last plans run, which release slots, and the last loads end, whose answers are on their way."""
     num_left = 3
     while num_left:
         await asyncio.sleep(_SETTLE_S)
-        if world.engine.connected and not any(lane.inflight for lane in world.core.lanes.values()):
-            return
-        # The last step may be one that hangs.
-        num_left -= not any(host.alive and host.process.hanging for host in world.hosts)
+        if _is_settled(world):
+            await asyncio.sleep(_OPENED_S)
+            if _is_settled(world):
+                return
+        # The last step may be one that hangs, and adapters are loaded one after another.
+        num_left -= not any(
+            host.alive and (host.process.hanging or not host.process.loads.is_idle) for host in world.hosts
+        )
+
+
+def _is_settled(world: World) -> bool:
+    """Whether nothing is under way between the engine and its executors."""
+    lanes = world.core.lanes.values()
+    is_busy = any(lane.inflight or lane.adapters.num_loading or lane.adapters.num_unloading for lane in lanes)
+    return world.engine.connected and not is_busy
 
 
 def _check_nothing_held(world: World) -> None:

@@ -15,9 +15,11 @@ from tests.simulation.adapter_checks import check_named_adapters, check_unloads
 from tests.simulation.catalogue import KnownTokens
 from tests.simulation.lane_checks import check_admissions
 from tests.simulation.network import Address
-from tests.simulation.plan_runner import PlanError, PlanRunner
+from tests.simulation.plan_runner import PlanRunner
+from tests.simulation.pools import PlanError
 from tests.simulation.process import ExecutorProcess, Runner, Session
 from tests.simulation.real_runner import RealRunner
+from tests.simulation.scenario import NUMERICS
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -34,8 +36,6 @@ class Host:
         self.name = f"e{number}"
         self.model = model
         """Of the last process that could be used."""
-        self.numerics = 0
-        """Of that process."""
         self.changed_at = world.loop.time()
         """When something last happened here that health depends on."""
         self._world = world
@@ -43,6 +43,11 @@ class Host:
             f"{self.name}.simulated:9090", world.loop, world.rng, world.scenario.delays,
             on_plan=self._on_plan, on_adapters=self._on_adapters, on_answer=self._on_answer,
         )  # fmt: skip
+
+    @property
+    def numerics(self) -> int:
+        """Of the last process that could be used."""
+        return NUMERICS[self.model.fingerprint]
 
     @property
     def member(self) -> ExecutorMember | None:
@@ -89,18 +94,16 @@ class Host:
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
-    def start(
-        self, model: ModelDescription | None = None, numerics: int | None = None, *, for_a_while: bool = False
-    ) -> None:
+    def start(self, model: ModelDescription | None = None, *, for_a_while: bool = False) -> None:
         """Start another process; by default one like the last. With `for_a_while` the next one is as before again."""
         world = self._world
         model = replace(model or self.model, incarnation=world.next_incarnation())
         usable = model.max_num_batched_tokens >= model.max_num_seqs
-        numerics = self.numerics if numerics is None else numerics
+        numerics = NUMERICS[model.fingerprint]
         if usable:
             world.models.append(model)
         if usable and not for_a_while:
-            self.model, self.numerics = model, numerics
+            self.model = model
         self.touch()
         world.numerics.add(numerics)
         drafts = world.scenario.drafts
@@ -129,13 +132,13 @@ class Host:
         if self.address.process is not None:
             self.address.process.kill()
 
-    def replace(self, model: ModelDescription, numerics: int | None = None, after_s: float = 0.1) -> None:
+    def replace(self, model: ModelDescription, after_s: float = 0.1) -> None:
         """Kill the process, and start one with this description in its place."""
         self.kill()
 
         def start() -> None:
             self.kill()
-            self.start(model, numerics)
+            self.start(model)
 
         self.later(after_s, start)
 

@@ -7,19 +7,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from cadenza.v1.types_pb2 import NumericsFingerprint
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
 from tests.simulation.host import Host
 from tests.simulation.lane_checks import Violation
-from tests.simulation.scenario import Fault, draw_peer
+from tests.simulation.scenario import OTHER_MODEL, Fault, draw_peer
 from tests.simulation.world import World
 
 _MAX_HOSTS = 6
-OTHER_MODEL: dict[str, Any] = {
-    "fingerprint": NumericsFingerprint(digest=b"three").SerializeToString(),
-    "numerics": (("weights", "3333"),),
-}
-OTHER_MODEL_NUMERICS = 2
 
 
 class LaneFaults:
@@ -169,7 +163,7 @@ class LaneFaults:
             return
         host.happened("other model", seconds + 3.5, f"for {seconds:.1f} s")
         host.kill()
-        host.start(replace(host.model, **OTHER_MODEL), OTHER_MODEL_NUMERICS, for_a_while=True)
+        host.start(replace(host.model, **OTHER_MODEL), for_a_while=True)
 
         def correct() -> None:
             host.kill()

@@ -7,24 +7,19 @@ keys and values: a slot that reads another sequence's KV, or none, is noticed at
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, GroupTable, StepPlan
+from cadenza_common.plan.plan import AdmittedSequence, GroupTable, StepPlan
 from cadenza_common.plan.result import Candidates, LogprobColumns, SlotError, StepResult, TokenLogprobs
 from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.drafting import NO_DRAFTS, DraftPlan, in_order, make_drafts, num_allowed, rows_left, take_drafts
+from tests.simulation.pools import KnownPools, PlanError, require
 from tests.simulation.slot import Slot
 
-_NOT_WRITTEN = 0
-_SPOILT = -1
 _ROOT = 7
-
-
-class PlanError(Exception):
-    """A plan contradicts earlier plans or the executor's limits, or reads KV that is not there: a bug of the core."""
 
 
 class TokenSource(Protocol):
@@ -66,10 +61,8 @@ class PlanRunner:
         self.model = model
         self._source = source
         self._drafts = drafts
-        self._size = model.block_size
         self._groups = model.kv_groups or (KVGroup(0),)
-        self._device = [_NOT_WRITTEN] * (model.num_device_blocks * model.block_size)
-        self._host = [_NOT_WRITTEN] * (model.num_host_blocks * model.block_size)
+        self._pools = KnownPools(model, self._groups)
         self.slots: dict[int, Slot] = {}
         self.adapters: dict[int, int] = {}
         """The loaded adapters: content by index."""
@@ -98,12 +91,12 @@ class PlanRunner:
         self.computed_seeds = frozenset(each.slot.sampling.seed for each in work)
         prompt_logprobs = {}
         for each in work:
-            self._write(each)
+            self._pools.write(each.slot, each.num_computed)
             self._add_prompt_logprobs(prompt_logprobs, each)
         for each in work:
-            self._check_kv(each.slot, each.slot.num_computed, each.slot.num_computed + each.num_computed)
+            self._pools.check(each.slot, each.slot.num_computed, each.slot.num_computed + each.num_computed)
             content = self.adapters.get(each.slot.adapter_index, 0)
-            _require(content == each.slot.content, f"slot {each.slot.number} computes without its adapter")
+            require(content == each.slot.content, f"slot {each.slot.number} computes without its adapter")
         drafts = {each.slot: take_drafts(each.slot, each.num_drafts) for each in work}
         sampling = [each.slot for each in work if each.samples] + [fork for fork, _ in forks]
         sampling.sort(key=lambda slot: slot.number)
@@ -121,32 +114,26 @@ class PlanRunner:
     def spoil(self, plan: StepPlan) -> None:
         """Fail in the middle of a plan: what it would have written is neither the old nor the new content."""
         work, _, _ = self._prepare(plan)
-        for block in (*plan.swap_in.destinations, *plan.copies.destinations):
-            self._fill(self._device, block)
-        for _, block in plan.swap_out:
-            self._fill(self._host, block)
+        self._pools.spoil_moves(plan)
         for each in work:
-            for _, _, places in self._places(each.slot, each.slot.num_computed, each.num_computed):
-                for place in places:
-                    self._device[place] = _SPOILT
+            self._pools.spoil(each.slot, each.num_computed)
 
     def spoil_pages(self, pages: list[int]) -> None:
         """Leave garbage in device pages."""
-        for page in pages:
-            self._fill(self._device, page)
+        self._pools.spoil_pages(pages)
 
     # --- the plan's parts, in the order of execution.proto -----------------------------------------------------------
 
     def _prepare(self, plan: StepPlan) -> tuple[list[_Work], list[tuple[Slot, Slot]], list[Slot]]:
         """Apply a plan up to its compute; returns the slots that compute, the forks, and the slots that stopped."""
         for number in plan.released_slots:
-            _require(number in self.slots, f"released slot {number} is not admitted")
+            require(number in self.slots, f"released slot {number} is not admitted")
             del self.slots[number]
         for admitted in plan.admitted:
             self._admit(admitted)
         if any(admitted.adapter_index for admitted in plan.admitted):
             count = len({slot.adapter_index for slot in self.slots.values()} - {0})
-            _require(count <= self.model.max_loras, f"slots have {count} adapters, over {self.model.max_loras}")
+            require(count <= self.model.max_loras, f"slots have {count} adapters, over {self.model.max_loras}")
         self._append(0, plan.append_slots, plan.append_block_ids)
         for appends in plan.group_appends:
             self._append(appends.kv_group, appends.slots, appends.page_ids)
@@ -155,21 +142,21 @@ class PlanRunner:
         for number in plan.resumed_slots:
             self._slot(number).held = False
         for number, token_id in zip(plan.given_slots, plan.given_token_ids, strict=True):
-            _require(self._slot(number).num_left == 0, f"slot {number} is given a token before it has computed its own")
+            require(self._slot(number).num_left == 0, f"slot {number} is given a token before it has computed its own")
             self._slot(number).append(token_id)
-        self._move(plan)
+        self._pools.move(plan)
         return self._schedule(plan)
 
     def _append(self, group: int, slots: Sequence[int], pages: Sequence[int]) -> None:
         size = self._groups[group].pages_per_block
         for first in range(0, len(slots), size):
-            _require(len({*slots[first : first + size]}) == 1, f"slot {slots[first]}: not all pages of a block")
+            require(len({*slots[first : first + size]}) == 1, f"slot {slots[first]}: not all pages of a block")
             self._slot(slots[first]).tables[group] += self._blocks(group, pages[first : first + size])
 
     def _blocks(self, group: int, pages: Sequence[int]) -> list[tuple[int, ...]]:
         size = self._groups[group].pages_per_block
-        _require(len(pages) % size == 0, f"{len(pages)} pages in KV group {group}")
-        _require(all(0 <= page < self.model.num_device_blocks for page in pages), "a page is not in the pool")
+        require(len(pages) % size == 0, f"{len(pages)} pages in KV group {group}")
+        require(all(0 <= page < self.model.num_device_blocks for page in pages), "a page is not in the pool")
         return [tuple(pages[first : first + size]) for first in range(0, len(pages), size)]
 
     def _tables(self, admitted: AdmittedSequence) -> list[list[tuple[int, ...]]]:
@@ -181,21 +168,21 @@ class PlanRunner:
 
     def _admit(self, admitted: AdmittedSequence) -> None:
         model, number = self.model, admitted.slot
-        _require(0 <= number < model.num_slots and number not in self.slots, f"slot {number} is not free")
+        require(0 <= number < model.num_slots and number not in self.slots, f"slot {number} is not free")
         tokens, tables = list(admitted.token_ids), self._tables(admitted)
         if (source := admitted.source) is not None:
             of = self._slot(source.slot)
-            _require(source.num_tokens <= of.num_prompt, f"slot {number}: output of its source")
+            require(source.num_tokens <= of.num_prompt, f"slot {number}: output of its source")
             num_blocks = source.num_blocks // self._groups[0].pages_per_block
-            _require(tables[0][:num_blocks] == of.tables[0][:num_blocks], f"slot {number}: other blocks")
-            _require(admitted.adapter_index == of.adapter_index, f"slot {number} has another adapter than its source")
+            require(tables[0][:num_blocks] == of.tables[0][:num_blocks], f"slot {number}: other blocks")
+            require(admitted.adapter_index == of.adapter_index, f"slot {number} has another adapter than its source")
             tokens = of.tokens[: source.num_tokens] + tokens
-        _require(1 <= admitted.num_prompt_tokens <= len(tokens) <= model.max_model_len, f"slot {number}: bad length")
-        _require(admitted.num_computed_tokens < len(tokens), f"slot {number} has nothing to compute")
-        _require(admitted.max_drafts <= model.max_drafts, f"slot {number}: {admitted.max_drafts} drafts")
-        _require(not (admitted.max_drafts and admitted.sampling.num_candidates), f"slot {number}: drafts of a beam")
+        require(1 <= admitted.num_prompt_tokens <= len(tokens) <= model.max_model_len, f"slot {number}: bad length")
+        require(admitted.num_computed_tokens < len(tokens), f"slot {number} has nothing to compute")
+        require(admitted.max_drafts <= model.max_drafts, f"slot {number}: {admitted.max_drafts} drafts")
+        require(not (admitted.max_drafts and admitted.sampling.num_candidates), f"slot {number}: drafts of a beam")
         content = self.adapters.get(admitted.adapter_index, 0)
-        _require(
+        require(
             content > 0 or not admitted.adapter_index, f"slot {number}: adapter {admitted.adapter_index} is not loaded"
         )
         # Equal contents give equal KV, whatever their names.
@@ -219,25 +206,6 @@ class PlanRunner:
             tables=tables,
         )
 
-    def _move(self, plan: StepPlan) -> None:
-        freed = {source for source, _ in plan.swap_in}
-        _require(freed.isdisjoint(block for _, block in plan.swap_out), "a swap-out to a block that is swapped in")
-        copied = {source for source, _ in plan.copies}
-        _require(copied.isdisjoint(block for _, block in plan.copies), "a block is source and destination of copies")
-        self._copy(self._device, self._host, plan.swap_out)
-        self._copy(self._device, self._device, plan.copies)
-        self._copy(self._host, self._device, plan.swap_in)
-
-    def _copy(self, source: list[int], target: list[int], pairs: BlockMoves) -> None:
-        if not pairs:
-            return
-        size = self._size
-        _require(len({to for _, to in pairs}) == len(pairs), "two moves have one destination")
-        contents = [source[block * size : (block + 1) * size] for block, _ in pairs]
-        for (_, block), content in zip(pairs, contents, strict=True):
-            _require(len(content) == size and (block + 1) * size <= len(target), "a move outside of the pools")
-            target[block * size : (block + 1) * size] = content
-
     def _schedule(self, plan: StepPlan) -> tuple[list[_Work], list[tuple[Slot, Slot]], list[Slot]]:
         forked, idle = set(plan.fork_slots), []
         named = dict(
@@ -253,8 +221,8 @@ class PlanRunner:
             if slot.stopped:
                 idle += [slot] if samples else []
                 continue
-            _require(0 < num_tokens <= slot.num_left, f"slot {number} computes {num_tokens} of {slot.num_left} tokens")
-            _require(not samples or num_tokens == slot.num_left, f"slot {number} samples too early")
+            require(0 < num_tokens <= slot.num_left, f"slot {number} computes {num_tokens} of {slot.num_left} tokens")
+            require(not samples or num_tokens == slot.num_left, f"slot {number} samples too early")
             work.append(_Work(slot, num_tokens, samples))
         if plan.decode_ready:
             for number, slot in self.slots.items():
@@ -263,11 +231,11 @@ class PlanRunner:
                     work.append(_Work(slot, 1, True))
         forks = self._forks(plan, work, idle)
         model = self.model
-        _require(len(work) <= model.max_num_seqs, f"{len(work)} sequences in a step of {model.max_num_seqs}")
+        require(len(work) <= model.max_num_seqs, f"{len(work)} sequences in a step of {model.max_num_seqs}")
         num_sampling = sum(each.samples for each in work) + len(forks)
-        _require(num_sampling <= model.max_num_seqs, f"{num_sampling} slots sample")
+        require(num_sampling <= model.max_num_seqs, f"{num_sampling} slots sample")
         num_tokens = sum(each.num_tokens for each in work)
-        _require(num_tokens <= model.max_num_batched_tokens, f"{num_tokens} tokens in a step")
+        require(num_tokens <= model.max_num_batched_tokens, f"{num_tokens} tokens in a step")
         if plan.max_drafts:
             self._draft(plan, work, rows_left(model, num_sampling, num_tokens))
         return work, forks, idle
@@ -275,11 +243,11 @@ class PlanRunner:
     def _draft(self, plan: StepPlan, work: list[_Work], num_left: int) -> None:
         """Let the slots that decode have drafts behind their tokens."""
         model = self.model
-        _require(plan.max_drafts <= model.max_drafts, f"{plan.max_drafts} drafts")
+        require(plan.max_drafts <= model.max_drafts, f"{plan.max_drafts} drafts")
         for each in sorted(work, key=lambda each: each.slot.number):
             count = num_allowed(model, plan, each.slot)
             num_left -= count
-            _require(num_left >= 0, "the plan leaves no rows for the drafts that it allows")
+            require(num_left >= 0, "the plan leaves no rows for the drafts that it allows")
             each.num_drafts = make_drafts(
                 each.slot, count, self._drafts.acceptance, self._source.draft, model.vocab_size
             )
@@ -293,46 +261,12 @@ class PlanRunner:
                 fork.stopped = True
                 idle.append(fork)
                 continue
-            _require(source_number in sampling, f"the source {source_number} of a fork does not sample")
-            _require(fork.tokens == source.tokens, f"fork {number} has other tokens than its source")
+            require(source_number in sampling, f"the source {source_number} of a fork does not sample")
+            require(fork.tokens == source.tokens, f"fork {number} has other tokens than its source")
             forks.append((fork, source))
         return forks
 
     # --- compute -----------------------------------------------------------------------------------------------------
-
-    def _write(self, each: _Work) -> None:
-        slot, start = each.slot, each.slot.num_computed
-        _require(start + each.num_computed <= self.model.max_model_len, f"slot {slot.number} exceeds max_model_len")
-        for group, strip, places in self._places(slot, start, each.num_computed):
-            for position, place in enumerate(places, start=start):
-                self._device[place] = _kv(slot, position, group, strip)
-
-    def _places(self, slot: Slot, start: int, count: int) -> Iterable[tuple[int, int, list[int]]]:
-        """Group, strip, and where it has these positions."""
-        size, positions = self._size, range(start, start + count)
-        _require(start + count <= slot.num_blocks * size, f"a block table of slot {slot.number} is too short")
-        for group, table in enumerate(slot.tables):
-            for strip in range(self._groups[group].pages_per_block):
-                yield group, strip, [table[each // size][strip] * size + each % size for each in positions]
-
-    def _check_kv(self, slot: Slot, start: int, end: int) -> None:
-        """Attention reads the KV of all positions before `end`, with a window those that the rows from `start` read."""
-        size, device = self._size, self._device
-        for group, table in zip(self._groups, slot.tables, strict=True):
-            begin = 0 if group.window is None else max(0, start + 1 - group.window)
-            for index in range(begin // size, -(-end // size)):
-                first, last = max(begin, index * size), min(end, (index + 1) * size)
-                for strip, page in enumerate(table[index] or [-1] * group.pages_per_block):
-                    at = page * size + first % size
-                    wanted = [_kv(slot, position, group.index, strip) for position in range(first, last)]
-                    if page < 0 or device[at : at + last - first] != wanted:
-                        raise PlanError(
-                            f"slot {slot.number} (seed {slot.sampling.seed}, sample {slot.sample_index}) reads "
-                            f"positions {first} to {last - 1} from page {page}, which does not hold its KV"
-                        )
-
-    def _fill(self, pool: list[int], block: int) -> None:
-        pool[block * self._size : (block + 1) * self._size] = [_SPOILT] * self._size
 
     def _sample(
         self,
@@ -409,16 +343,6 @@ class PlanRunner:
         if slot is None:
             raise PlanError(f"slot {number} is not admitted")
         return slot
-
-
-def _kv(slot: Slot, position: int, group: int, strip: int) -> int:
-    """What a page of this group and strip must hold there."""
-    return hash((slot.kv[position], group, strip)) if group or strip else slot.kv[position]
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise PlanError(message)
 
 
 def columns_of(tokens: Sequence[TokenLogprobs]) -> LogprobColumns:

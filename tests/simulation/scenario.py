@@ -7,6 +7,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
+from cadenza.v1.types_pb2 import NumericsFingerprint
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.plan_loop.ports import ModelDescription
@@ -49,6 +50,12 @@ KERNELS: tuple[dict[str, Any], ...] = (
     {"fingerprint": OTHER_NUMERICS["fingerprint"], "numerics": (*MODEL.numerics, ("kernels", "others"))},
 )
 """By numerics: the fingerprints of one model on several kernels."""
+OTHER_MODEL: dict[str, Any] = {
+    "fingerprint": NumericsFingerprint(digest=b"three").SerializeToString(),
+    "numerics": (("weights", "3333"),),
+}
+NUMERICS: dict[bytes, int] = {each["fingerprint"]: number for number, each in enumerate((*KERNELS, OTHER_MODEL))}
+"""By fingerprint: what the tokens of a process depend on."""
 CLIENT_KINDS = ("patient", "slow", "cancels", "disconnects", "deadline", "twice")
 _CLIENT_WEIGHTS = (8, 3, 2, 1, 2, 1)
 _CLIENT_DRAFTS = (None, None, None, 0, 1, 2)

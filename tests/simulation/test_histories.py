@@ -74,6 +74,13 @@ def test_what_once_went_wrong_in_few_histories(seed: int) -> None:
     run_history(seed)
 
 
+@pytest.mark.parametrize("seed", [44846, 46001, 53260, 53673, 53967])
+def test_what_the_simulation_once_got_wrong(seed: int) -> None:
+    """It ended while loads or their answers were under way; it waited for a load whose name had been taken in the same
+    turn; it gave an executor the tokens of other numerics than it said, when limits and numerics changed at once."""
+    run_history(seed)
+
+
 @pytest.mark.sampled(24)
 @pytest.mark.slow
 @pytest.mark.timeout(300)

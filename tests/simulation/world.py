@@ -69,7 +69,7 @@ class World:
         self.hosts: list[Host] = []
         """All executors that there have been."""
         for model, numerics in zip(scenario.models, scenario.numerics, strict=True):
-            self.add_host(replace(model, **KERNELS[numerics])).numerics = numerics
+            self.add_host(replace(model, **KERNELS[numerics]))
         self.listed = [host.address.target for host in self.hosts]
         """The scheduler's list of executors, as last written."""
         self.discovery = Discovery(self.engine.executors, self._entries(), resolve=self._resolve)

@@ -105,18 +105,19 @@ def plain(code: Code, activation: PlainActivation, dtype: Dtype, width: int) -> 
     return code.kernel(f"plain_{activation}_{dtype}_{width}", 4, body)
 
 
-def activate_times(code: Code, activation: FactorActivation, dtype: Dtype, width: int, factor_width: int) -> str:
+def activate_times(code: Code, activation: FactorActivation, dtype: Dtype, width: int, strides: tuple[int, int]) -> str:
     """Add the kernel y = activation(x) * factors; returns its name.
 
-    Items: one for each ROWS_AT_ONCE rows. Arguments: rows, x [rows, width], the address of the first factor of rows
-    [factor_width], y [rows, width].
+    strides: from row to row of x, and of factors. Items: one for each ROWS_AT_ONCE rows. Arguments: rows, the address
+    of x, that of the first factor, y [rows, width].
     """
+    x_stride, factor_stride = strides
     size, activate = ITEM_BYTES[dtype], {"gelu_tanh": _gelu_tanh, "sigmoid": _sigmoid}[activation]
 
     def body(emit: Emitter, item: Int, _: Int, rows: Int, x: Int, factors: Int, y: Int) -> None:
         def row(index: Int, _: list[Vec]) -> None:
-            start, into = x + index * (width * size), y + index * (width * size)
-            others = factors + index * (factor_width * size)
+            start, into = x + index * (x_stride * size), y + index * (width * size)
+            others = factors + index * (factor_stride * size)
 
             def piece(offset: Int, count: int) -> None:
                 value = activate(emit.load(start + offset * size, dtype, count)).rounded(dtype)
@@ -128,7 +129,7 @@ def activate_times(code: Code, activation: FactorActivation, dtype: Dtype, width
         first = item * ROWS_AT_ONCE
         emit.loop(first, (first + ROWS_AT_ONCE).least(rows), 1, row)
 
-    return code.kernel(f"{activation}_times_{dtype}_{width}_{factor_width}", 4, body)
+    return code.kernel(f"{activation}_times_{dtype}_{width}_{x_stride}_{factor_stride}", 4, body)
 
 
 def finish_logits(code: Code, dtype: Dtype, vocab_size: int, divisor: float, cap: float | None) -> str:

@@ -187,12 +187,13 @@ class CpuKernels(CpuAdapterKernels):
         return into
 
     def norm_heads(self, qkv: Tensor, norms: HeadNorms, shape: AttentionShape) -> Tensor:
-        """Normalize the heads of qkv [T, (H + 2 KVH) * DP] in place; values stay."""
-        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        """Normalize the heads of qkv [T, (H + 2 KVH) * DP], of any stride between rows, in place; values stay."""
+        behind = qkv.stride(0) // shape.padded_head_size - shape.num_heads - shape.num_kv_heads
+        heads = (shape.num_heads, shape.num_kv_heads, behind)
         sizes = (shape.head_size, shape.padded_head_size)
         build = norm.norm_all_heads if norms.kind == "all heads" else norm.norm_heads
         kernel = build(self._code, _dtype(qkv), _dtype(norms.q), heads, *sizes, norms.eps)
-        arguments = _addresses(qkv, norms.q, norms.k)
+        arguments = qkv.data_ptr(), *_addresses(norms.q, norms.k)
         self._launch(KernelLaunch(kernel, "rows", norm.ROWS_AT_ONCE, 1, arguments), qkv.shape[0])
         return qkv
 
@@ -215,6 +216,7 @@ class CpuKernels(CpuAdapterKernels):
             qkv = self.norm_heads(qkv, norms, shape)
         scale_dtype = None if rope.query_scales is None else _dtype(rope.query_scales)
         rotation = rotary.Rotation(rope.cos.shape[1], _dtype(rope.cos), scale_dtype, kv_parts=parts)
+        rotation = replace(rotation, heads_between=(qkv.stride(0) - qkv.shape[1]) // shape.padded_head_size)
         if fused is not None:
             rotation = replace(
                 rotation,
@@ -225,7 +227,8 @@ class CpuKernels(CpuAdapterKernels):
             )
         kernel = rotary.rope_write_kv(self._code, _dtype(qkv), shape, rotation, kv_layer.shape[3])
         arguments = (
-            *_addresses(qkv, rope.cos, rope.sin, rope.rows),
+            qkv.data_ptr(),
+            *_addresses(rope.cos, rope.sin, rope.rows),
             plan.slots_of[table].ctypes.data,
             *cache_arguments(kv_layer),
         )
@@ -266,7 +269,7 @@ class CpuKernels(CpuAdapterKernels):
 
     def activate_times(self, x: Tensor, factors: Tensor, from_column: int, name: FactorActivation) -> Tensor:
         y = self._new("activated", tuple(x.shape), x.dtype)
-        kernel = activation.activate_times(self._code, name, _dtype(x), x.shape[1], factors.shape[1])
+        kernel = activation.activate_times(self._code, name, _dtype(x), x.shape[1], (x.stride(0), factors.shape[1]))
         first = factors.data_ptr() + from_column * factors.element_size()
         arguments = (x.data_ptr(), first, y.data_ptr())
         self._launch(KernelLaunch(kernel, "rows", activation.ROWS_AT_ONCE, 1, arguments), x.shape[0])

@@ -141,7 +141,7 @@ def add_normed_groups(
 def norm_heads(
     code: Code, dtype: Dtype, weight_dtype: Dtype, heads: tuple[int, int, int], head_size: int, padded: int, eps: float
 ) -> str:
-    """Add the kernel that normalizes query and key heads (heads: query, key, value) in place; returns its name.
+    """Add the kernel that normalizes query and key heads in place; returns its name. heads: query, key, others.
 
     Items: one for each ROWS_AT_ONCE rows. Arguments: rows, qkv [rows, heads * padded], q_weight and k_weight
     [head_size].
@@ -192,16 +192,20 @@ def normalize(
     hidden: int,
     eps: float,
     count: int | None = None,
+    mean: Vec | None = None,
 ) -> None:
     """Write x [hidden] / its root mean square * weight to y, which may be x; squares are summed in fp32.
 
-    count: of the numbers that the mean is of, where others are zeros; None: of all.
+    count: of the numbers that the mean is of, where others are zeros; None: of all. mean: of the squares, where it is
+    of more numbers than these.
 
     A weight of dtype multiplies after the rounding (Llama); a weight in fp32, with a narrower dtype, multiplies before
     the rounding (Gemma).
     """
     size = ITEM_BYTES[dtype]
-    inverse = emit.vec(1.0) / ((sum_of_squares(emit, x, dtype, hidden) / float(count or hidden)) + eps).sqrt()
+    if mean is None:
+        mean = sum_of_squares(emit, x, dtype, hidden) / float(count or hidden)
+    inverse = emit.vec(1.0) / (mean + eps).sqrt()
 
     def scale(offset: Int, count: int) -> None:
         normed = emit.load(x + offset * size, dtype, count) * inverse

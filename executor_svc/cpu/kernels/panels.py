@@ -40,7 +40,7 @@ class PanelWriter:
 
     def __init__(self, code: Code) -> None:
         kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
-        self._write = kind(code.address(code.function("write_panels", 5, _write_panels)))
+        self._write = kind(code.address(code.function("write_panels", 5, write_panels)))
 
     def write(self, panels: Tensor, first: int, rows: Tensor) -> None:
         """Write rows [R, K], in the dtype of the panels, as rows first to first + R of the weight."""
@@ -51,7 +51,7 @@ class PanelWriter:
         self._write(rows.data_ptr(), panels.data_ptr(), first, len(rows), panels.shape[1])
 
 
-def _write_panels(emit: Emitter, source: Int, panels: Int, first: Int, rows: Int, units: Int) -> None:
+def write_panels(emit: Emitter, source: Int, panels: Int, first: Int, rows: Int, units: Int) -> None:
     """Emit: write rows of so many units each to the panels, from row `first` of the weight on.
 
     Squares of 16 rows and 16 units are transposed in registers; what is left over goes one by one.

@@ -35,6 +35,8 @@ class Rotation:
     values_normed: bool = False
     kv_parts: int = 2
     """What rows hold beside queries: keys and values; 1: keys, which are the values too; 0: nothing."""
+    heads_between: int = 0
+    """Heads between the end of a row and the next row's beginning, which are not touched."""
 
     def name(self, shape: AttentionShape) -> str:
         """Return the part of a kernel's name that is of this rotation."""
@@ -43,6 +45,7 @@ class Rotation:
             f"scaled_{self.scale_dtype}": self.scale_dtype is not None,
             "after": self.norms_after,
             "values": self.values_normed,
+            f"between_{self.heads_between}": self.heads_between > 0,
         }
         named = "".join(f"_{mark}" for mark, there in marks.items() if there)
         return f"{self.size}_{self.angle_dtype}{named}{norms}_{self.kv_parts}"
@@ -83,7 +86,7 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
                 _normalize(emit, start + first * head_bytes, count, weight, shape, rotation, dtype)
 
         def row(index: Int, _: list[Vec]) -> None:
-            start = qkv + index * ((num_q + rotation.kv_parts * num_kv) * head_bytes)
+            start = qkv + index * ((num_q + rotation.kv_parts * num_kv + rotation.heads_between) * head_bytes)
             angle_row = emit.load_int(angle_rows + index * 8)
             angles = angle_row * (rotation.size * ITEM_BYTES[rotation.angle_dtype])
             slot = emit.load_int(slots + index * 8)

@@ -10,7 +10,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
-from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int, Vec
+from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int, Vec, repeated
 from executor_svc.cpu.kernels.codegen.functions import exp, log, where
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
 from executor_svc.portable_math import log as portable_log
@@ -169,4 +169,4 @@ def _in_every_lane(emit: Emitter, number: Int) -> Any:
 
 
 def _every(number: int) -> Any:
-    return ir.Constant(_VI64, [number] * LANES)
+    return repeated(_VI64, number)

@@ -17,8 +17,12 @@ INTERMEDIATE_SIZES = (1536, 3072, 4864, 8192, 14336)
 VOCAB_SIZES = (49155, 256000)
 """Widths of the variants compiled ahead of time; the launchers accept any width."""
 
-_FACTORS = (256, 35 * 256)
-"""Columns of a layer's input and of those of all layers, of the variants compiled ahead of time."""
+_FACTORS: dict[FactorActivation, tuple[int, int, int]] = {
+    "gelu_tanh": (256, 256, 35 * 256),
+    "sigmoid": (16 * 256, (2 * 16 + 2 * 4) * 256, 16 * 256),
+}
+"""Columns and strides of the variants compiled ahead of time: of a layer's input among those of all layers (Gemma 4),
+and of gates beside queries, keys and values (Qwen3.5)."""
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
@@ -119,6 +123,7 @@ def _activate_times(
     factors,
     out,
     WIDTH: tl.constexpr,
+    X_STRIDE: tl.constexpr,
     STRIDE: tl.constexpr,
     GELU: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -128,7 +133,7 @@ def _activate_times(
     row = (program // parts).to(tl.int64)
     columns = program % parts * CHUNK + tl.arange(0, CHUNK)
     mask = columns < WIDTH
-    value = tl.load(x + row * WIDTH + columns, mask, other=0.0)
+    value = tl.load(x + row * X_STRIDE + columns, mask, other=0.0)
     factor = tl.load(factors + row * STRIDE + columns, mask, other=0.0)
     wide = value.to(tl.float32)
     activated = _gelu_tanh(wide) if GELU else 1.0 / (_exp(-wide) + 1.0)
@@ -231,22 +236,24 @@ def activate(x: Tensor, name: PlainActivation, scalars: Tensor | None, out: Tens
 
 
 def activate_times(x: Tensor, factors: Tensor, name: FactorActivation, out: Tensor) -> None:
-    """Write the activation of x [T, width], rounded, times factors [T, width], of any stride between rows, to out."""
-    check("x", x, tuple(x.shape), *DTYPES)
+    """Write the activation of x [T, width], rounded, times factors [T, width] to out; both of any stride of rows."""
+    check_rows("x", x, *DTYPES)
     check_rows("factors", factors, x.dtype)
     check("out", out, tuple(x.shape), x.dtype)
     rows, width = x.shape
     if factors.shape != x.shape:
         raise ValueError(f"factors must be {list(x.shape)}, is {list(factors.shape)}")
     if rows and width:
-        constants = times_constants(width, factors.stride(0), name)
+        constants = times_constants(width, (x.stride(0), factors.stride(0)), name)
         grid = (rows * chunks(width, constants["CHUNK"]),)
         _activate_times[grid](x, factors, out, **constants, **options(constants["CHUNK"]))
 
 
-def times_constants(width: int, stride: int, name: FactorActivation) -> dict[str, Any]:
-    """Return the constants of `activate_times` for `width` columns, and rows of factors `stride` apart."""
-    return {"WIDTH": width, "STRIDE": stride, "GELU": name == "gelu_tanh", "CHUNK": chunk_size(width)}
+def times_constants(width: int, strides: tuple[int, int], name: FactorActivation) -> dict[str, Any]:
+    """Return the constants of `activate_times` for `width` columns; strides: of rows of x, and of factors."""
+    x_stride, stride = strides
+    sizes = {"WIDTH": width, "X_STRIDE": x_stride, "STRIDE": stride}
+    return {**sizes, "GELU": name == "gelu_tanh", "CHUNK": chunk_size(width)}
 
 
 def plain_constants(width: int, name: PlainActivation) -> dict[str, Any]:
@@ -322,11 +329,10 @@ def variants() -> list[Variant]:
                 arguments = {"x": f"*{name}", "out": f"*{name}", "scalars": f"*{scalars}"}
                 constants, title = plain_constants(width, activation), f"{activation} intermediate{width} {name}"
                 found.append(variant(title, _plain, arguments, constants, options(constants["CHUNK"])))
-        for factor in get_args(FactorActivation):
-            width, stride = _FACTORS
+        for factor, (width, *strides) in _FACTORS.items():
             arguments = dict.fromkeys(("x", "factors", "out"), f"*{name}")
-            constants = times_constants(width, stride, factor)
-            title = f"{factor} times factors{width} of {stride} {name}"
+            constants = times_constants(width, (strides[0], strides[1]), factor)
+            title = f"{factor} of {width} of {strides[0]} times factors of {strides[1]} {name}"
             found.append(variant(title, _activate_times, arguments, constants, options(constants["CHUNK"])))
         for vocab in VOCAB_SIZES:
             for divided, capped in ((True, False), (False, True), (True, True)):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import HeadNorms, KVScales
 from executor_svc.gpu.kernels.norm import weighted
-from executor_svc.gpu.kernels.rows import DTYPES, check, options
+from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows, options
 
 BLOCK_SIZES = range(8, 65)
 """Tokens in a block of the cache."""
@@ -23,19 +23,20 @@ FP8 = torch.float8_e4m3fn
 FP8_LARGEST = tl.constexpr(448.0)
 
 _HEAD_MULTIPLE = 8
-_MAX_ELEMENTS = 2048
-_MAX_WARPS = 4
+_MAX_ELEMENTS, _MAX_WARPS = 2048, 4
 
 
 @triton.jit
-def _load(source, heads, rows, columns, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def load_heads(source, heads, rows, columns, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Load columns [columns] of heads [rows], SIZE apart; masked ones are zeros."""
     mask = (rows < heads)[:, None] & (columns < WIDTH)[None, :]
     return tl.load(source + rows[:, None] * SIZE + columns[None, :], mask, other=0.0)
 
 
 @triton.jit
-def _store(value, scale, heads, rows, columns, into, STRIDE: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr):
+def store_heads(
+    value, scale, heads, rows, columns, into, STRIDE: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr
+):
     """Write value [rows, columns] to heads STRIDE apart, divided by each head's scale if they are fp8."""
     mask = (rows < heads)[:, None] & (columns < WIDTH)[None, :]
     if SCALED:
@@ -68,7 +69,7 @@ def _normalized(
 
 
 @triton.jit
-def _rotate_heads(
+def rotate_heads(
     source,
     into,
     heads,
@@ -101,13 +102,13 @@ def _rotate_heads(
     half = tl.arange(0, HALF)
     width: tl.constexpr = R // 2
     has_rest: tl.constexpr = REST > 0 and (NORMED > 0 or COPIED or MULTIPLIED)
-    low = _load(source, heads, rows, half, D, width)
-    high = _load(source + width, heads, rows, half, D, width)
+    low = load_heads(source, heads, rows, half, D, width)
+    high = load_heads(source + width, heads, rows, half, D, width)
     dtype: tl.constexpr = low.dtype
     rest = low
     if has_rest:
         last = tl.arange(0, REST)
-        rest = _load(source + R, heads, rows, last, D, D - R)
+        rest = load_heads(source + R, heads, rows, last, D, D - R)
     if NORMED > 0 and not AFTER:
         low, high, rest = _normalized(low, high, rest, weight, eps, R, NORMED, HALF, REST)
     cosine = tl.load(cos + half, half < width, other=0.0).to(tl.float32)[None, :]
@@ -126,14 +127,14 @@ def _rotate_heads(
         low, high = (low.to(tl.float32) * number).to(dtype), (high.to(tl.float32) * number).to(dtype)
         if has_rest:
             rest = (rest.to(tl.float32) * number).to(dtype)
-    _store(low, scale, written, rows, half, into, STRIDE, width, SCALED)
-    _store(high, scale, written, rows, half, into + width, STRIDE, width, SCALED)
+    store_heads(low, scale, written, rows, half, into, STRIDE, width, SCALED)
+    store_heads(high, scale, written, rows, half, into + width, STRIDE, width, SCALED)
     if has_rest:
-        _store(rest, scale, written, rows, last, into + R, STRIDE, D - R, SCALED)
+        store_heads(rest, scale, written, rows, last, into + R, STRIDE, D - R, SCALED)
 
 
 @triton.jit
-def _normalized_values(value, weight, eps, columns, NORMED: tl.constexpr, WIDTH: tl.constexpr):
+def normalized_values(value, weight, eps, columns, NORMED: tl.constexpr, WIDTH: tl.constexpr):
     """Return the norms of values [rows, columns], of which NORMED columns are not padding."""
     wide = value.to(tl.float32)
     root = tl.sqrt_rn(tl.div_rn(tl.sum(wide * wide, 1), NORMED * 1.0) + eps)
@@ -171,13 +172,14 @@ def rope_write_kv_kernel(
     MULTIPLIED: tl.constexpr,
     KV_PARTS: tl.constexpr,
     VALUES_NORMED: tl.constexpr,
+    BETWEEN: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    heads: tl.constexpr = H + KV_PARTS * KVH
+    heads: tl.constexpr = H + KV_PARTS * KVH + BETWEEN
     q_parts: tl.constexpr = (H + Q_HEADS - 1) // Q_HEADS
     parts: tl.constexpr = q_parts + (0 if KV_PARTS == 0 else (KVH + KV_HEADS - 1) // KV_HEADS)
     program = tl.program_id(0)
@@ -190,22 +192,22 @@ def rope_write_kv_kernel(
     source = qkv + token * (heads * D)
     if part < q_parts:
         queries = q_out + token * ((heads if IN_PLACE else H) * D)
-        _rotate_heads(
+        rotate_heads(
             source, queries, H, H, part * Q_HEADS + tl.arange(0, Q_HEADS), cos + angle, sin + angle, q_weight, eps,
             k_scale, query_scales + position, D, D, R, NORMED, AFTER, not IN_PLACE, False, MULTIPLIED, HALF, REST,
         )  # fmt: skip
     else:
         rows, columns = (part - q_parts) * KV_HEADS + tl.arange(0, KV_HEADS), tl.arange(0, WHOLE)
-        value = _load(source + (H + (KV_PARTS - 1) * KVH) * D, KVH, rows, columns, D, D)
+        value = load_heads(source + (H + (KV_PARTS - 1) * KVH) * D, KVH, rows, columns, D, D)
         if VALUES_NORMED:
-            value = _normalized_values(value, v_weight, eps, columns, NORMED, D)
+            value = normalized_values(value, v_weight, eps, columns, NORMED, D)
         written = tl.where(slot >= 0, KVH, 0)
         keys = kv_layer + slot // B * (block_rows * D) + slot % B * D
-        _rotate_heads(
+        rotate_heads(
             source + H * D, keys, KVH, written, rows, cos + angle, sin + angle, k_weight, eps, k_scale, query_scales,
             B * D, D, R, NORMED, AFTER, True, SCALED, False, HALF, REST,
         )  # fmt: skip
-        _store(value, v_scale, written, rows, columns, keys + value_rows * D, B * D, D, SCALED)
+        store_heads(value, v_scale, written, rows, columns, keys + value_rows * D, B * D, D, SCALED)
 
 
 def rope_write_kv(
@@ -226,8 +228,8 @@ def rope_write_kv(
     Raises ValueError for shapes that do not match. Keys and values in qkv do not change.
 
     Args:
-        qkv: [T, (H + 2 KVH) * D]; D is a multiple of 8. With (H + KVH) heads keys are the values too, before their
-            norm and rotation; with H alone nothing is written to the cache.
+        qkv: [T, (H + 2 KVH) * D], rows any number of heads apart; D is a multiple of 8. With (H + KVH) heads keys are
+            the values too, before their norm and rotation; with H alone nothing is written to the cache.
         cos: [positions, R] cosines of the angles of each position, in the dtype of qkv or in fp32, with the meaning
             described in `device.kernels.Rope`; R is even and at most D. Only the first R columns of a head are rotated.
         sin: [positions, R] sines, the first half negated.
@@ -258,6 +260,7 @@ def rope_write_kv(
         multiplied=query_scales is not None,
         kv_parts=(qkv.shape[1] // head_size - num_heads) // kv_heads,
         values_normed=norms is not None and norms.v is not None,
+        heads_between=(qkv.stride(0) - qkv.shape[1]) // head_size,
     )
     if query_scales is not None:
         check("query_scales", query_scales, (cos.shape[0],), qkv.dtype, torch.float32)
@@ -297,16 +300,19 @@ def rope_constants(
     multiplied: bool = False,
     kv_parts: int = 2,
     values_normed: bool = False,
+    heads_between: int = 0,
 ) -> dict[str, Any]:
     """Return the constants of the kernel.
 
     heads: (of queries, of keys); normed: normalized columns of a head, or 0; kv_parts: what rows hold beside queries,
-    keys and values, keys alone, or nothing.
+    keys and values, keys alone, or nothing; heads_between: from the end of a row to the next one's beginning.
     """
     num_heads, kv_heads = heads
     half = max(1, triton.next_power_of_2(rotated // 2))
     rest = triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0
-    most = _MAX_ELEMENTS // triton.next_power_of_2(2 * half + rest)
+    columns = triton.next_power_of_2(2 * half + rest)
+    many = normed and (head_size > 256 or (scaled and columns > head_size))  # for the registers
+    most = _MAX_ELEMENTS // (2 if many else 1) // columns
     return {
         "H": num_heads,
         "KVH": kv_heads,
@@ -321,6 +327,7 @@ def rope_constants(
         "MULTIPLIED": multiplied,
         "KV_PARTS": kv_parts,
         "VALUES_NORMED": values_normed,
+        "BETWEEN": heads_between,
         "Q_HEADS": min(most, triton.next_power_of_2(num_heads)),
         "KV_HEADS": min(most, triton.next_power_of_2(kv_heads)),
         "HALF": half,
@@ -361,7 +368,13 @@ def _check_shapes(
     if head_size % _HEAD_MULTIPLE:
         raise ValueError(f"kv_layer must have heads of a multiple of {_HEAD_MULTIPLE} columns, has {head_size}")
     parts = (qkv.shape[1] // head_size - num_heads) // kv_heads
-    check("qkv", qkv, (tokens, (num_heads + min(2, max(0, parts)) * kv_heads) * head_size), *DTYPES)
+    heads = num_heads + min(2, max(0, parts)) * kv_heads
+    check_rows("qkv", qkv, *DTYPES)
+    if qkv.shape[1] != heads * head_size or qkv.stride(0) % head_size:
+        raise ValueError(
+            f"qkv must be [{tokens}, {heads * head_size}], whole heads apart, is {list(qkv.shape)} with strides "
+            f"{list(qkv.stride())}"
+        )
     rotated = cos.shape[-1]
     if rotated % 2 or rotated > head_size:
         raise ValueError(f"cos must have 0 to {head_size} columns, an even number, has {rotated}")

@@ -27,6 +27,8 @@ _BLOCK_SIZE = 16
 _AFTER, _WIDE, _MULTIPLIED = " after", " wide angles", " multiplied"
 _VALUES, _KEYS, _QUERIES = " values", " keys are values", " queries alone"
 _SPECIAL = (_AFTER, _WIDE, _MULTIPLIED)
+_GATED = " beside gates"
+_QWEN_3_5 = (16, 4, 256, 64)
 _GEMMA_4 = ((32, 16, 256, 256), (32, 4, 512, 512), (8, 1, 256, 256), (8, 1, 512, 512))
 
 
@@ -48,6 +50,7 @@ def variants() -> list[Variant]:
                 found.append(_variant(shape, dtype, dtype if special == _AFTER else None, dtype, True, special))
     for shape, special in product(_GEMMA_4, (_VALUES, _KEYS, _QUERIES)):
         found += [_variant(shape, "bf16", "fp32", cache, True, special) for cache in ("bf16", "fp8e4nv")]
+    found += [_variant(_QWEN_3_5, "bf16", "fp32", cache, True, _GATED) for cache in ("bf16", "fp8e4nv")]
     return found
 
 
@@ -69,6 +72,7 @@ def _variant(
         multiplied=special == _MULTIPLIED,
         kv_parts={_KEYS: 1, _QUERIES: 0}.get(special, 2),
         values_normed=special in (_VALUES, _KEYS),
+        heads_between=num_heads if special == _GATED else 0,
     )
     signature = dict.fromkeys(("qkv", "q_out"), f"*{dtype}")
     signature |= dict.fromkeys(("cos", "sin"), "*fp32" if special == _WIDE else f"*{dtype}")

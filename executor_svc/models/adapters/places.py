@@ -156,8 +156,10 @@ class ModelAdapters:
         if latent is not None and linear.startswith("attention."):
             name = part.module.split(".", 3)[3]
             return replace(part, b=latent.rows_of(name, self.spec.rotary_pairs)(part.b))
-        rotated = linear == "attention.qkv" and part.module.endswith(self.spec.names.qkv[:2])
-        return pad_part(part, linear, self._shapes[layer or 0], self.spec.rotary_pairs if rotated else 0)
+        spec, is_qkv = self.spec, linear == "attention.qkv"
+        rotated = is_qkv and part.module.endswith(spec.names.qkv[:2])
+        gated = is_qkv and spec.attention_gate and part.module.endswith(spec.names.qkv[0])
+        return pad_part(part, linear, self._shapes[layer or 0], spec.rotary_pairs if rotated else 0, gated)
 
     # ------------------------------------------------------------------ steps
 
@@ -215,14 +217,16 @@ class AdaptingBuilder:
         return self._adapters.adapt_embedding(embedding), self._adapters.adapt_linear(name, linear)
 
 
-def pad_part(part: LoraPart, linear: LinearName, shape: AttentionShape, pairs: int = 0) -> LoraPart:
+def pad_part(
+    part: LoraPart, linear: LinearName, shape: AttentionShape, pairs: int = 0, gated: bool = False
+) -> LoraPart:
     """Return a part for linears as `layers.attention` places rows: added rows and columns are zero.
 
     Of attention.qkv the rows of b are those of `HeadRows`, with the first row among padded ones; of attention.output
-    the columns of a are widened. Others are returned as they are. pairs: as of `HeadRows`.
+    the columns of a are widened. Others are returned as they are. pairs, gated: as of `HeadRows`.
     """
     size, padded = shape.head_size, shape.padded_head_size
-    rows = HeadRows(size, padded, pairs)
+    rows = HeadRows(size, padded, pairs, gated=gated)
     if rows.is_same:
         return part
     if linear == "attention.qkv":

@@ -23,7 +23,7 @@ _HEAD_SIZE, _WIDE = 128, 16_384
 _THETA = 500_000.0
 _EVERY = 4
 _TUNED = 4
-"""What files of Scout have for true in attn_temperature_tuning."""
+"""What the first files of Scout had for true in attn_temperature_tuning."""
 _CHUNK = _FLOOR = 8192
 _FULL, _CHUNKED = "full_attention", "chunked_attention"
 _NAMES = LayerNames(

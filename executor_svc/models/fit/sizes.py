@@ -20,9 +20,46 @@ _EXPERTS, _EXPERTS_OF_GGUF = ".experts.", "_exps."
 """In the names of tensors of experts."""
 _OF_LATENTS = (".kv_b_proj.weight", ".attn_kv_b.weight", ".attn_k_b.weight", ".attn_v_b.weight")
 """What makes keys and values of latents is dense in memory, whatever it is in the file."""
+READ_IN_FILES = (
+    *(
+        "BF16",
+        "F32",
+        "Q8_0",
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ4_NL",
+        "IQ4_XS",
+    ),
+    *("MXFP4", "TQ2_0"),
+)
+"""Types of experts that the CPU's kernels read as they lie in a file."""
 _LENGTH_BYTES = 8
 _HEAD_MULTIPLE = 16
 """The CPU's kernels store heads in whole vectors."""
+BLOCK = 16
+"""Tokens of a block, by default."""
+
+
+_ALIKE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+"""Fields of models whose layers are all alike."""
+_UNLIKE = ("layer_types", "sliding_window", "sliding_window_pattern", "num_kv_shared_layers", "global_head_dim")
+"""Fields of models whose layers differ in what they keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowKV:
+    """Keys and values of layers with one window."""
+
+    positions: int
+    """That a request keeps there at most, between two chunks of its prompt."""
+    token_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +71,26 @@ class ModelSizes:
     weights: dict[str, int]
     """Bytes in memory by format, most first. Dense weights are in `dtype`."""
     kv_bytes: int
-    """Keys and values of a token in all layers."""
+    """Keys and values of a token in all layers that keep those of all positions."""
     context_limit: int
     """Positions of the checkpoint."""
     dtype: str
+    windows: tuple[WindowKV, ...] = ()
+    """What layers keep of the last positions alone."""
     unread_bytes: int = 0
     """Of the experts that a token does not choose."""
+    mapped_bytes: int = 0
+    """Of experts, where `--expert-weights mapped` can leave them in their files; 0: it cannot."""
 
     @property
     def weight_bytes(self) -> int:
         return sum(self.weights.values())
+
+    def kv_of(self, tokens: int, requests: int = 1) -> int:
+        """Return the bytes of keys and values of so many tokens, which belong to so many requests of equal length."""
+        return self.kv_bytes * tokens + sum(
+            each.token_bytes * min(tokens, requests * each.positions) for each in self.windows
+        )
 
     @property
     def main_format(self) -> str:
@@ -62,15 +109,35 @@ def read_sizes(path: Path) -> ModelSizes:
     sizes = content | nested if isinstance(nested, dict) else content
     dtype = "bfloat16" if "bfloat16" in str(sizes.get("dtype") or sizes.get("torch_dtype")) else "float32"
     item = 2 if dtype == "bfloat16" else 4
-    weights, experts = _folder_weights(path, item) if gguf is None else _gguf_weights(gguf, item)
+    weights, by_type = _folder_weights(path, item) if gguf is None else _gguf_weights(gguf, item)
+    experts = sum(by_type.values())
+    in_files = {*READ_IN_FILES} - {"F32" if item == 2 else "BF16"} >= by_type.keys()  # dense ones in the model's dtype
+    if gguf is None and content.get("model_type") == "gpt_oss":
+        in_files = by_type.keys() == {"U8"}  # codes and scales of MXFP4
+    limit, bytes_of = _kv(content, sizes, item)
     return ModelSizes(
         str(content.get("model_type") or "unknown"),
         dict(sorted(weights.items(), key=lambda each: -each[1])),
-        _integer(sizes, "num_hidden_layers", 1) * _kept_numbers(sizes) * item,
-        _integer(sizes, "max_position_embeddings", 0),
+        bytes_of.pop(0, 0),
+        limit,
         dtype,
+        tuple(WindowKV((-(-window // BLOCK) + 2) * BLOCK, size) for window, size in bytes_of.items()),
         round(experts * (1 - _chosen_share(sizes))),
+        experts if in_files else 0,
     )
+
+
+def _kv(content: dict[str, Any], sizes: dict[str, Any], item: int) -> tuple[int, dict[int, int]]:
+    """Return the longest context, and by window, 0: none, the bytes that a token takes."""
+    if not all(sizes.get(name) for name in _ALIKE) or any(sizes.get(name) is not None for name in _UNLIKE):
+        # Imported here: it takes seconds, and has to know the model's family.
+        from executor_svc.models.fit.layers import read_kv
+
+        found = read_kv(content, item, BLOCK, _padded)
+        if found is not None:
+            return found
+    num_layers = _integer(sizes, "num_hidden_layers", 1)
+    return _integer(sizes, "max_position_embeddings", 0), {0: num_layers * _kept_numbers(sizes) * item}
 
 
 def _kept_numbers(sizes: dict[str, Any]) -> int:
@@ -104,22 +171,21 @@ def _integer(sizes: dict[str, Any], name: str, default: int) -> int:
     return value if isinstance(value, int) and value > 0 else default
 
 
-def _gguf_weights(gguf: GgufFile, item: int) -> tuple[dict[str, int], int]:
+def _gguf_weights(gguf: GgufFile, item: int) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes by format, and those of experts."""
-    found: Counter[str] = Counter()
-    experts = 0
+    found, experts = Counter[str](), Counter[str]()
     for name, tensor in gguf.tensors.items():
         dense = tensor.type.name in _DENSE or name.endswith(_OF_LATENTS)
         size = math.prod(tensor.shape) * item if dense else tensor.num_bytes
         found[tensor.type.name] += size
-        experts += size if _EXPERTS_OF_GGUF in name else 0
-    return dict(found), experts
+        if _EXPERTS_OF_GGUF in name and name.endswith(".weight"):
+            experts[tensor.type.name] += size
+    return dict(found), dict(experts)
 
 
-def _folder_weights(folder: Path, item: int) -> tuple[dict[str, int], int]:
+def _folder_weights(folder: Path, item: int) -> tuple[dict[str, int], dict[str, int]]:
     """As `_gguf_weights`."""
-    found: Counter[str] = Counter()
-    experts = 0
+    found, experts = Counter[str](), Counter[str]()
     files = find_weights(folder)
     for path in set(files.values()) if isinstance(files, dict) else {files}:
         try:
@@ -132,7 +198,8 @@ def _folder_weights(folder: Path, item: int) -> tuple[dict[str, int], int]:
                     size = item if dense else _ITEM_BYTES.get(kind, 1)
                     num_bytes = math.prod(tensor["shape"]) * size
                     found[kind] += num_bytes
-                    experts += num_bytes if _EXPERTS in name else 0
+                    if _EXPERTS in name and not name.endswith("bias"):
+                        experts[kind] += num_bytes
         except (OSError, ValueError, LookupError, TypeError, MemoryError, OverflowError) as error:
             raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error
-    return dict(found), experts
+    return dict(found), dict(experts)

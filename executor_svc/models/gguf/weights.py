@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cadenza_common.gguf.file import GgufFile, GgufTensor
+from executor_svc.device.file_rows import FileRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.checkpoint import Weights
@@ -63,6 +64,11 @@ class GgufWeights(Weights):
         if head.type.name in DENSE_TYPES and table.type.name in DENSE_TYPES:
             return is_same_content(_dense(head), _dense(table), self._dtype)
         return (head.shape, head.type) == (table.shape, table.type) and is_same_content(_bytes(head), _bytes(table))
+
+    def rows_in_file(self, name: str, shape: tuple[int, ...]) -> FileRows | None:
+        """As in `Weights`."""
+        changed = name in self._numbers or self._names.head_rows(name) is not None or self._names.offset(name)
+        return None if changed else _dense(self._tensor(name, shape)).in_file()
 
     def check_linears(self, shapes: Iterable[tuple[str, tuple[int, int]]]) -> None:
         """Raise LoaderError for a tensor of these names that is missing, has another shape, or cannot be read."""
@@ -224,6 +230,13 @@ class GgufRows:
     def num_bytes(self) -> int:
         """Of the tensor in its file."""
         return self._tensor.num_bytes
+
+    def in_file(self) -> FileRows | None:
+        """As in `device.file_rows.InFile`."""
+        if self._head_rows is not None or self._cut.ranges:
+            return None
+        tensor = self._tensor
+        return FileRows(tensor.path, tensor.offset, tensor.num_bytes, tensor.type.name)
 
     def part(self, part: Part, shape: tuple[int, int]) -> GgufRows | None:
         """Return some rows or columns, of this shape, of which nothing else is read; None if that is not possible."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, HeadNorms, Kernels, KVScales, Linear, Rope
+from executor_svc.device.ranks import HeadNormRanks
 
 
 def pad_heads(weight: Tensor, head_size: int, padded_head_size: int) -> Tensor:
@@ -22,7 +23,8 @@ def pad_heads(weight: Tensor, head_size: int, padded_head_size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """What becomes of the rows of heads when they are read: rotated pairs become halves, and heads are padded."""
+    """What becomes of the rows of heads when they are read: rotated pairs become halves, gates come before all queries,
+    and heads are padded."""
 
     head_size: int
     padded_head_size: int
@@ -30,10 +32,12 @@ class HeadRows:
     """Rows of a head that are pairs; 0: none."""
     first: int = 0
     """Rows of a head before them."""
+    gated: bool = False
+    """Whether the rows of each head's gate follow those of its query. Then all rows are read together."""
 
     @property
     def is_same(self) -> bool:
-        return not self.pairs and not self.is_padded
+        return not self.pairs and not self.is_padded and not self.gated
 
     @property
     def is_padded(self) -> bool:
@@ -46,11 +50,16 @@ class HeadRows:
             rotated = slice(self.first, self.first + self.pairs)
             order[rotated] = order[rotated].view(-1, 2).t().flatten()
             rows = rows.view(-1, self.head_size, *rows.shape[1:])[:, order].flatten(0, 1)
+        if self.gated:
+            rows = rows.view(-1, 2, self.head_size, *rows.shape[1:]).transpose(0, 1).flip(0).flatten(0, 2)
         return pad_heads(rows, self.head_size, self.padded_head_size)
 
 
 class Attention:
-    """qkv linear, norms of heads if the model has them, rotary embedding, cache write, attention, output linear."""
+    """qkv linear, norms of heads if the model has them, rotary embedding, cache write, attention, output linear.
+
+    Where attention has a gate, the rows of gates come first in the qkv linear.
+    """
 
     def __init__(
         self,
@@ -61,8 +70,14 @@ class Attention:
         scales: KVScales | None,
         kernels: Kernels,
         sinks: Tensor | None = None,
+        gated: bool = False,
+        ranks: HeadNormRanks | None = None,
     ) -> None:
-        """sinks: as in `Kernels.attention`."""
+        """Take the parts of a layer.
+
+        sinks: as in `Kernels.attention`; gated: as `DecoderSpec.attention_gate`. ranks: that have all heads together,
+        where the norms are of all of them.
+        """
         self._shape = shape
         self._qkv = qkv
         self._output = output
@@ -70,15 +85,23 @@ class Attention:
         self._scales = scales
         self._kernels = kernels
         self._sinks = sinks
+        self._gate_columns = shape.num_heads * shape.padded_head_size if gated else 0
+        self._ranks = ranks
 
     def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan, table: int = 0) -> Tensor:
         """Return [T, hidden] for x [T, hidden]; write this step's keys and values, if it has its own, to kv_layer.
 
         table: as in `Kernels.rope_write_kv`.
         """
-        qkv = self._qkv(x)
-        q = self._kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, self._norms, self._scales, table)
-        return self._output(self._kernels.attention(q, kv_layer, self._shape, plan, self._scales, self._sinks, table))
+        kernels, qkv, norms = self._kernels, self._qkv(x), self._norms
+        gates, qkv = qkv[:, : self._gate_columns], qkv[:, self._gate_columns :]
+        if self._ranks is not None and norms is not None:
+            qkv, norms = self._ranks.norm_all_heads(qkv, norms, self._shape), None
+        q = kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, norms, self._scales, table)
+        attended = kernels.attention(q, kv_layer, self._shape, plan, self._scales, self._sinks, table)
+        if self._gate_columns:
+            attended = kernels.activate_times(gates, attended, 0, "sigmoid")
+        return self._output(attended)
 
 
 def pad_output(weight: Tensor, shape: AttentionShape) -> Tensor:

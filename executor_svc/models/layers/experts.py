@@ -10,6 +10,7 @@ from torch import Tensor
 
 from executor_svc.device.experts import ExpertKernels, ExpertLinear, Router, Routes
 from executor_svc.device.kernels import Linear
+from executor_svc.device.ranks import WHOLE, RankKernels
 from executor_svc.models.layers.mlp import Mlp
 from executor_svc.models.layers.norm import Norm, RmsNorm
 
@@ -47,13 +48,18 @@ class Experts:
         shared: Mlp | None,
         shared_gate: Linear | None,
         kernels: ExpertKernels,
+        ranks: RankKernels | None = None,
     ) -> None:
-        """shared: what all tokens have beside their experts; shared_gate: [1, hidden], its sigmoid multiplies that."""
+        """shared: what all tokens have beside their experts; shared_gate: [1, hidden], its sigmoid multiplies that.
+
+        ranks: those among which the experts are divided; of what is shared, results are then parts of a sum.
+        """
         self._choice = choice
         self._gate_up, self._down = gate_up, down
         self._activate = activate
         self._shared, self._shared_gate = shared, shared_gate
-        self._kernels = kernels
+        self._kernels, self._ranks = kernels, ranks
+        self._share = WHOLE if ranks is None else ranks.share
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.compute(x, self.choose(x))
@@ -63,7 +69,7 @@ class Experts:
         kernels, choice = self._kernels, self._choice
         read = kernels.as_float32(x) if choice.in_float32 else x
         logits = choice.linear(read, torch.float32 if choice.in_float32 else None)
-        return kernels.route(logits, choice.router, x.dtype, choice.bias, choice.scales)
+        return kernels.route(logits, choice.router, x.dtype, choice.bias, choice.scales, self._share)
 
     def compute(self, x: Tensor, routes: Routes) -> Tensor:
         """Return what the chosen make of the rows of x."""
@@ -76,7 +82,8 @@ class Experts:
         rows = self._down(activated, routes)
         shared = None if self._shared is None else self._shared(x)
         gate = None if self._shared_gate is None else self._shared_gate(x)
-        return kernels.combine(rows, routes, choice.router, shared, gate)
+        summed = kernels.combine(rows, routes, choice.router, shared, gate)
+        return summed if self._ranks is None else self._ranks.sum_partials(summed, None, x.dtype)
 
 
 class ExpertsBeside:

@@ -9,7 +9,7 @@ from executor_svc.device.kernels import Embedding, Kernels, Linear, WeightRows
 from executor_svc.device.ranks import RankKernels
 from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder
-from executor_svc.models.parallel.split import ROW_PARALLEL
+from executor_svc.models.parallel.split import PARTIAL, ROW_PARALLEL
 from executor_svc.models.spec import EMBEDDINGS, HEAD, DecoderSpec
 
 
@@ -27,12 +27,19 @@ class RankBuilder:
     def kernels(self) -> Kernels:
         return self._device.kernels
 
+    @property
+    def ranks(self) -> RankKernels:
+        """What joins the ranks."""
+        return self._ranks
+
     def prepare_linear(
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
     ) -> Linear:
         if name in ROW_PARALLEL:
             return SummedLinear(self._device.prepare_linear(name, weight), bias, self._ranks)
         linear = self._device.prepare_linear(name, weight, bias)
+        if name == PARTIAL:
+            return PartialLinear(linear, self._ranks)
         return self._head(linear) if name == HEAD else linear
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
@@ -65,6 +72,17 @@ class SummedLinear:
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         partial = self._base(x, self._ranks.partial_dtype(x.dtype))
         return self._ranks.sum_partials(partial, self._bias, out_dtype or x.dtype)
+
+
+class PartialLinear:
+    """Implements `device.kernels.Linear`: as `SummedLinear`, without a bias, before the sum."""
+
+    def __init__(self, base: Linear, ranks: RankKernels) -> None:
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self._base, self._ranks = base, ranks
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return self._base(x, self._ranks.partial_dtype(x.dtype))
 
 
 class GatheredHead:

@@ -47,9 +47,11 @@ class RankSource:
         return self._open_part(f"{prefix}.weight", (rows, columns), part, stored)
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """As in `WeightSource`; shape as in `open`."""
-        assert dtype is None, "ranks have no tensor in another dtype than the model's"
-        return self.open(name, shape).whole()
+        """As in `WeightSource`; shape as in `open`; in another dtype than the model's it is no tensor of parts."""
+        if dtype is None:
+            return self.open(name, shape).whole()
+        assert part_of(name.rpartition(".")[0], self._spec, self._share) is None
+        return self._source.get(name, shape, dtype)
 
     def _open_part(
         self, name: str, shape: tuple[int, ...], part: Part, stored: StoredWeight | None = None

@@ -1,16 +1,22 @@
-"""How a decoder is divided among ranks: heads, MLP and vocabulary (Shoeybi et al., 2019, arXiv 1909.08053)."""
+"""How a decoder is divided among ranks: heads, MLP and vocabulary (Shoeybi et al., 2019, arXiv 1909.08053).
+
+Experts are whole on one rank each.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from executor_svc.device.ranks import Share
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.spec import HEAD, LAYER_TABLE, TABLE, DecoderSpec, LayerSizes
+from executor_svc.models.spec import HEAD, LAYER_TABLE, TABLE, DecoderSpec, LayerSizes, shapes_of_expert
 
 ROW_PARALLEL = ("attention.output", "mlp.down")
 """Linears of which a rank has columns: the results of all ranks are summed."""
+PARTIAL = "experts.shared_down"
+"""Likewise, but what a rank's experts give is added before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +41,17 @@ class Part:
 
 def check_split(spec: DecoderSpec, size: int) -> None:
     """Raise ModelConfigError, by the field's name, for a model that cannot be divided among so many ranks."""
-    if spec.has_experts:
-        raise ModelConfigError("mixtures of experts are not divided among ranks")
-    inner = {spec.sizes(index).intermediate_size for index in range(spec.num_layers)}
-    for field, count in (("num_attention_heads", spec.num_heads), *(("intermediate_size", each) for each in inner)):
+    sizes = {("num_attention_heads", spec.num_heads)}
+    for index, layer in enumerate(spec.layers):
+        if layer.experts is None:
+            sizes.add(("intermediate_size", spec.sizes(index).intermediate_size))
+        elif layer.experts.router.num_experts < size:
+            raise ModelConfigError(f"num_experts {layer.experts.router.num_experts} are fewer than {size} ranks")
+        elif layer.experts.shared_size:
+            sizes.add(("the intermediate size of shared experts,", layer.experts.shared_size))
+    for field, count in sorted(sizes):
         if count % size:
             raise ModelConfigError(f"{field} {count} cannot be divided among {size} ranks")
-    if spec.head_norms == "all heads" and size > 1:
-        raise ModelConfigError(f"q_norm and k_norm normalize all heads together, which {size} ranks have parts of")
     for count in sorted({spec.sizes(index).num_kv_heads for index in range(spec.num_layers)}):
         if count % size and size % count:
             raise ModelConfigError(
@@ -56,7 +65,15 @@ def spec_of(spec: DecoderSpec, share: Share) -> DecoderSpec:
     Where there are fewer KV heads than ranks, several ranks have the same one.
     """
     own = _sizes_of(LayerSizes(spec.num_kv_heads, spec.head_size, spec.intermediate_size), share)
-    layers = (replace(each, sizes=each.sizes and _sizes_of(each.sizes, share)) for each in spec.layers)
+    layers = (
+        replace(
+            each,
+            sizes=each.sizes and _sizes_of(each.sizes, share),
+            experts=each.experts
+            and replace(each.experts, share=share, shared_size=each.experts.shared_size // share.size),
+        )
+        for each in spec.layers
+    )
     return replace(
         spec,
         num_heads=spec.num_heads // share.size,
@@ -88,25 +105,54 @@ def part_of(name: str, spec: DecoderSpec, share: Share) -> Part | None:
 def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) -> Part | None:
     """Return a rank's part of the tensors of a layer's module."""
     sizes, names = spec.sizes(index), spec.names
-    inner = share.of(sizes.intermediate_size)
     if module == "self_attn":  # its sinks
         return Part((share.of(spec.num_heads),), False, spec.num_heads)
     latent = spec.layers[index].latent
     if latent is not None and (size := latent.rows_by_head(spec.names.output).get(module)) is not None:
         return Part((_heads(spec.num_heads, size, share),), module == names.output, spec.num_heads * size)
     heads, keys = _heads(spec.num_heads, sizes.head_size, share), _kv_heads(sizes, share)
+    if module in (names.q_norm, names.k_norm):
+        if spec.head_norms != "all heads":
+            return None  # one for each head
+        of_queries = module == names.q_norm
+        count = spec.num_heads if of_queries else sizes.num_kv_heads
+        return Part((heads if of_queries else keys,), False, count * sizes.head_size)
     if module == names.output:
         return Part((heads,), True, spec.num_heads * sizes.head_size)
-    if module == names.down:
-        return Part((inner,), True, sizes.intermediate_size)
     if module in names.qkv:
-        q, kv = spec.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
-        return _part_of_rows(names.qkv.index(module), len(names.qkv), (q, kv, kv), (heads, keys, keys))
-    if module in names.into_mlp:
-        count = 2 if spec.gated_mlp else 1
-        place, all_rows = names.into_mlp.index(module), (sizes.intermediate_size,) * count
-        return _part_of_rows(place, len(names.into_mlp), all_rows, (inner,) * count)
-    return None
+        of_query = sizes.head_size * (2 if spec.attention_gate else 1)
+        q, kv = spec.num_heads * of_query, sizes.num_kv_heads * sizes.head_size
+        queries = _heads(spec.num_heads, of_query, share)
+        return _part_of_rows(names.qkv.index(module), len(names.qkv), (q, kv, kv), (queries, keys, keys))
+    experts = spec.layers[index].experts
+    if experts is not None:
+        return _part_of_mlp(module, experts.names.shared_into, experts.names.shared_down, experts.shared_size, 2, share)
+    return _part_of_mlp(module, names.into_mlp, names.down, sizes.intermediate_size, 2 if spec.gated_mlp else 1, share)
+
+
+def _part_of_mlp(module: str, into: tuple[str, ...], down: str, size: int, num_into: int, share: Share) -> Part | None:
+    """Return a rank's part of an MLP of this size, whose first linears `into` are num_into, perhaps all in one."""
+    inner = share.of(size)
+    if module == down:
+        return Part((inner,), True, size)
+    if module not in into:
+        return None
+    return _part_of_rows(into.index(module), len(into), (size,) * num_into, (inner,) * num_into)
+
+
+def linears_elsewhere(spec: DecoderSpec, share: Share) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    """Yield the name and shape of each linear of experts of other ranks, and whether it has a bias.
+
+    spec: of the whole model.
+    """
+    for index, layer in enumerate(spec.layers):
+        experts = layer.experts
+        if experts is None:
+            continue
+        for expert in range(experts.router.num_experts):
+            if expert % share.size != share.rank:
+                for name, shape in shapes_of_expert(experts, expert, spec.hidden_size):
+                    yield f"model.layers.{index}.{name}", shape, experts.biased
 
 
 def _part_of_rows(index: int, num_stored: int, rows: tuple[int, ...], parts: tuple[range, ...]) -> Part:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from executor_svc.device.file_rows import FileRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.quantized.tensors import CheckpointTensors, checked
@@ -28,6 +29,12 @@ class LazyRows:
     whole_row_activations: bool = False
     scale_rows: int = 1
     """Consecutive rows that share their scales."""
+    file: FileRows | None = None
+    """Where its rows lie as they are, if they do."""
+
+    def in_file(self) -> FileRows | None:
+        """As in `device.file_rows.InFile`."""
+        return self.file
 
     def blocks(self, num_bytes: int, multiple: int) -> Iterator[QuantBlock]:
         """As in `QuantRows`."""

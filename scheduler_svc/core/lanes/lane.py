@@ -117,7 +117,7 @@ class Lane:
         """By slot: the output tokens of its sequence. New tokens of the slot are appended here."""
         self.discarding_slots: set[int] = set()
         """Slots of finished sequences, for which tokens may still arrive."""
-        self._vacated: dict[int, int] = {}
+        self.vacated: dict[int, int] = {}
         """Slots without a holder: the step after whose result nothing refers to the last holder. Ascending steps."""
 
     def length_finish_detail(self, sequence: Sequence) -> FinishDetail | None:
@@ -188,7 +188,7 @@ class Lane:
         self.sequence_at[slot] = sequence
         self.tokens_at[slot] = sequence.output_ids
         self.discarding_slots.discard(slot)
-        self._vacated.pop(slot, None)
+        self.vacated.pop(slot, None)
         if self.swapped:
             self.swapped.pop(sequence, None)
         self._stop_ids.add((sequence,))
@@ -209,7 +209,7 @@ class Lane:
         for sequence, slot in zip(sequences, slots, strict=True):
             self.sequence_at[slot] = sequence
             self.tokens_at[slot] = sequence.output_ids
-            self._vacated.pop(slot, None)
+            self.vacated.pop(slot, None)
         self.discarding_slots.difference_update(slots)
         self._stop_ids.add(sequences)
         self.running.add_all(sequences)
@@ -260,25 +260,25 @@ class Lane:
     def take_released_slots(self, step_id: int) -> list[int]:
         """The slots that the plan of this step releases on the executor."""
         released = self.slots.take_released(step_id)
-        self._vacated.update(dict.fromkeys(released, step_id))
+        self.vacated.update(dict.fromkeys(released, step_id))
         return released
 
     def on_result(self, step_id: int) -> None:
         """Record a step's result: slots become free, and the last holders of vacated slots are forgotten."""
         self.slots.on_result(step_id)
         passed = []
-        for slot, newest_step_id in self._vacated.items():
+        for slot, newest_step_id in self.vacated.items():
             if newest_step_id > step_id:
                 break
             passed.append(slot)
         for slot in passed:
-            del self._vacated[slot]
+            del self.vacated[slot]
             self._forget_holder(slot)
 
     def _vacate(self, slot: int) -> None:
         """Forget the last holder of a free slot once the plans in flight have their results."""
         if self.inflight:
-            self._vacated[slot] = self.inflight[-1].plan.step_id
+            self.vacated[slot] = self.inflight[-1].plan.step_id
         else:
             self._forget_holder(slot)
 
@@ -336,10 +336,6 @@ class Lane:
             self.discarding_slots.add(slot)
 
     @property
-    def _groups(self) -> set[SequenceGroup]:
-        return {sequence.group for sequence in self.running}
-
-    @property
     def num_reserved_tokens(self) -> int:
         """Token slots that running sequences hold in blocks beyond those of their tokens."""
         num_blocks = num_reserved_blocks(self.blocks, self.running, self.prefilling, self.decode_batch)
@@ -373,39 +369,3 @@ class Lane:
             self.turnover.observe(num_finished, now)
         if not len(self.running):
             self.turnover.pause()
-
-    def check_integrity(self) -> None:
-        """Check that blocks, slots and states of this lane are consistent; raises InvariantError."""
-        for sequence in self.running:
-            if sequence.state is not SequenceState.RUNNING:
-                raise InvariantError(f"sequence {sequence.sequence_id} runs in state {sequence.state.name}")
-            if self.sequence_at[held_slot(sequence)] is not sequence:
-                raise InvariantError(f"slot {sequence.slot} does not hold sequence {sequence.sequence_id}")
-        reserved = [block_id for group in self._groups for block_id in group.reserved_blocks]
-        self.blocks.check_integrity([*self.running, *self.swapped], reserved)
-        self.slots.check_integrity([held_slot(sequence) for sequence in self.running])
-        known = {*self.slots.to_release, *self._vacated, *(held_slot(sequence) for sequence in self.running)}
-        if any(sequence is not None and slot not in known for slot, sequence in enumerate(self.sequence_at)):
-            raise InvariantError("a free slot keeps its last holder")
-        decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        self.decode_batch.check_integrity(decoding)
-        prefilling = set(self.prefilling)
-        for sequence in self.running:
-            if sequence.is_decoding and sequence in prefilling:
-                raise InvariantError(f"sequence {sequence.sequence_id} prefills and decodes")
-            busy = sequence.is_decoding or sequence in prefilling
-            if not (busy or sequence.awaits_fork or sequence.is_beam):
-                raise InvariantError(f"sequence {sequence.sequence_id} runs without anything to compute")
-        if not prefilling.issubset(self.running):
-            raise InvariantError("a sequence prefills that is not running")
-        self._check_figures(reserved)
-
-    def _check_figures(self, reserved: list[int]) -> None:
-        """Check what is counted by change against the running sequences and their blocks."""
-        if self.num_stored_tokens != self.num_distinct_tokens(self.running.sequences):
-            raise InvariantError("the stored tokens are miscounted")
-        num_reserved = sum(map(self.blocks.num_reserved, self.running)) + len(reserved)
-        if self.num_reserved_tokens != num_reserved * self.spec.block_size:
-            raise InvariantError("the reserved blocks are miscounted")
-        if self.num_running_groups != len(self._groups | {sequence.group for sequence in self.finishing}):
-            raise InvariantError("the running groups are miscounted")

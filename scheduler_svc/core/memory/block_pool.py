@@ -183,15 +183,23 @@ class BlockPool:
 
     def check_integrity(self, holders: dict[int, int]) -> None:
         """Check that `holders` (block id to number of holders), idle and unused blocks account for every block."""
-        unused = set(self._unused)
+        counts = [0] * self.num_blocks
+        for block_id, number in holders.items():
+            counts[block_id] = number
+        if counts != self.ref_counts:
+            pairs = enumerate(zip(counts, self.ref_counts, strict=True))
+            wrong = {block_id: pair for block_id, pair in pairs if pair[0] != pair[1]}
+            raise InvariantError(f"blocks with other holders than their ref counts: {wrong}")
+        held, unused = {block_id for block_id, number in holders.items() if number}, {*self._unused}
+        if self._idle.keys() != self.cached.keys() - held:
+            raise InvariantError(f"idle: {[*self._idle]}, cached without holders: {self.cached.keys() - held}")
         if len(unused) != len(self._unused):
             raise InvariantError("a block is in the unused list twice")
-        for block_id, count in enumerate(self.ref_counts):
-            if holders.get(block_id, 0) != count:
-                raise InvariantError(f"block {block_id}: {holders.get(block_id, 0)} holders, ref count {count}")
-            if (block_id in self._idle) != (count == 0 and block_id in self.cached):
-                raise InvariantError(f"block {block_id}: ref count {count}, idle: {block_id in self._idle}")
-            if (block_id in unused) != (count == 0 and block_id not in self.cached):
-                raise InvariantError(f"block {block_id}: ref count {count}, unused: {block_id in unused}")
-        if self.num_shared_refs != sum(count - 1 for count in self.num_holders if count):
+        # Not by a set of all blocks, which would take most of the time.
+        used = held | self.cached.keys()
+        are_known = not unused or (min(unused) >= 0 and max(unused) < self.num_blocks)
+        if not (are_known and unused.isdisjoint(used) and len(unused) + len(used) == self.num_blocks):
+            raise InvariantError("a block is unused and held or cached, or neither")
+        counts = self.num_holders
+        if self.num_shared_refs != sum(counts) - len(counts) + counts.count(0):
             raise InvariantError(f"{self.num_shared_refs} shared references do not match the ref counts")

@@ -220,9 +220,8 @@ class PagedPool(BlockPool):
     def check_integrity(self, holders: dict[int, int]) -> None:
         super().check_integrity(holders)
         pages = list(self._unused_pages)
-        for block_id, count in enumerate(self.ref_counts):
-            if count > 0 or block_id in self.cached:
-                pages += self._full[block_id]
+        held = [block_id for block_id, number in holders.items() if number]
+        pages += chain.from_iterable(self._full[block_id] for block_id in self.cached.keys() | held)
         idle = set[_WindowBlock]()
         for number, group in enumerate(self._sizes.windows):
             of_blocks, refs = self.windows[number], self.window_refs[number]

@@ -10,14 +10,8 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.sequences.beams import BeamSearch
 from scheduler_svc.core.sequences.sequence_tokens import SequenceTokens, StepCounter
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
-from scheduler_svc.core.types import Finish, FinishDetail, RequestSpec, SequenceState
+from scheduler_svc.core.types import NEXT_STATES, Finish, FinishDetail, RequestSpec, SequenceState
 
-_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
-    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
-    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.SWAPPED, SequenceState.FINISHED}),
-    SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
-    SequenceState.FINISHED: frozenset(),
-}
 _EOS = Finish(FinishDetail.EOS)
 _ADMISSIBLE = (SequenceState.WAITING, SequenceState.SWAPPED)
 _BOUND = (SequenceState.RUNNING, SequenceState.SWAPPED)
@@ -176,7 +170,7 @@ class Sequence(SequenceTokens):
 
     def change_state(self, state: SequenceState) -> None:
         """Change the state, here only; raises InvariantError for a transition that the table does not have."""
-        if state not in _TRANSITIONS[self.state]:
+        if state not in NEXT_STATES[self.state]:
             raise InvariantError(f"sequence {self.sequence_id}: {self.state.name} cannot become {state.name}")
         self.state = state
 
@@ -305,8 +299,7 @@ class SequenceGroup:
         self.was_admitted = False
         self.was_suspected = False
         """Whether it was suspected of having killed an executor: it has no more drafts, since no trial has any."""
-        self.queued = False
-        """Whether it is in the waiting queue."""
+        self.queued = False  # in the waiting queue
         self.forked = spec.num_sequences == 1
         """Whether its sequences run separately; before the fork, the first one computes the prompt for all."""
         self.beam_search: BeamSearch | None = None

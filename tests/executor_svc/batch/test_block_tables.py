@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -53,6 +54,20 @@ def test_pages_of_a_source_are_shared_in_the_group_without_a_window() -> None:
     complete = slots.apply(plan(admitted=(second,)))
     assert list(complete.admitted[0].block_ids) == [1, 2, 3, 4, 8, 9]
     assert slots.tables[1, :, :3].tolist() == [[1, 3, 8], [2, 4, 9], [0, 13, 50], [0, 14, 51], [0, 15, 52]]
+
+
+def test_the_digest_is_over_what_rows_read_of_every_table() -> None:
+    slots = Slots(LIMITS)
+    first = sequence(0, TOKENS, [1, 2, 3, 4, 5, 6], 9, group_tables=[GroupTable(1, 1, [10, 11, 12, 20, 21, 22])])
+    slots.apply(plan(admitted=(first,)))
+    digest = slots.digest()
+    for table, block in product(range(5), range(4)):
+        is_read = block < 3 and (table < 2 or block > 0)
+        slots.tables[0, table, block] += 1
+        assert (slots.digest() != digest) == is_read, (table, block)
+        slots.tables[0, table, block] -= 1
+    slots.places.num_blocks[1, 0] = 2
+    assert slots.digest() != digest
 
 
 GOOD: dict[str, Any] = {"group_tables": [GroupTable(1, 0, list(range(9)))]}

@@ -33,10 +33,7 @@ FEWEST_LAYERS = {
 }
 """Of families that need more than two for all of their parts, or say so layer by layer."""
 
-OF_EXPERTS = [family for family, shape in MIXTURES.items() if "kv_lora_rank" not in shape]
-"""Those with latent attention run through transformers on a GPU."""
-
-OF_LISTS = "granite_swa", "granitemoe_swa"
+OF_LISTS = "granite_swa", "granitemoe_swa", "qwen3_next"
 """Those whose fields name each layer."""
 
 PROMPT = list(range(3, 31))
@@ -56,7 +53,7 @@ def tokens_of(model: Model) -> list[list[int]]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("family", short_and_long([*FAMILIES, *NEWER, *OF_EXPERTS, *HOSTED], [*SEVERAL_LAYERS, *SHORT]))
+@pytest.mark.parametrize("family", short_and_long([*FAMILIES, *NEWER, *MIXTURES, *HOSTED], [*SEVERAL_LAYERS, *SHORT]))
 def test_tokens_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
     """Heads are of sizes that attention is not made for, and filled up."""
     shape = FEWEST_LAYERS.get(family, {"num_hidden_layers": 2 if family in (*SEVERAL_LAYERS, *NEWER) else 1})

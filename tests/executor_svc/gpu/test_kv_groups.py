@@ -50,6 +50,7 @@ def tokens_of(stepper: Stepper) -> list[list[int]]:
     return [result.token_ids.tolist() for result in results]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", short_and_long(["gemma3_text", "exaone4", "olmo3", "mistral"], ["olmo3", "mistral"]))
 def test_tokens_are_those_of_one_group_on_the_cpu(family: str, tmp_path: Path) -> None:
     """On the CPU in several groups, too."""

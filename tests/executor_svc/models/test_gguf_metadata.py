@@ -155,7 +155,7 @@ GEMMA4_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"gemma4.attention.shared_kv_layers": 6, "gemma4.feed_forward_length": 72},
         "num_kv_shared_layers 6 must be below num_hidden_layers 6",
     ),
-    "experts": ({"gemma4.expert_count": 8}, "mixtures of experts are not supported"),
+    "experts": ({"gemma4.expert_count": 8}, "metadata gemma4.expert_used_count is missing"),
 }
 
 

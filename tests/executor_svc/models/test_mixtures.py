@@ -11,11 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart
-from executor_svc.device.ranks import Share
 from executor_svc.models.adapters.modules import decoder_modules
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.folder import LoaderError
-from executor_svc.models.parallel.split import check_split, spec_of
 from tests.checkpoints import MIXTURES, make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.models.test_model_configs import read
@@ -181,6 +179,11 @@ def test_tensors_may_be_in_the_form_of_qwen3_5(folder: Path, tmp_path: Path) -> 
     assert torch.equal(Model(copy(folder, tmp_path / "changed", tensors)).whole(prompt), wanted)
 
 
+def test_old_files_of_scout_have_a_number_for_true() -> None:
+    assert read("llama4_text", attn_temperature_tuning=4) == read("llama4_text", attn_temperature_tuning=True)
+    assert read("llama4_text", attn_temperature_tuning=False) != read("llama4_text")
+
+
 def unasked(folder: Path, target: Path) -> Path:
     """Write a mixture whose experts 2 and 3, a group, are never chosen, and whose rows all choose experts 4 and 5."""
     tensors = load_file(folder / "model.safetensors")
@@ -233,12 +236,6 @@ def test_a_checkpoint_with_nan_in_an_expert_is_refused(folder: Path, tmp_path: P
     tensors[f"{EXPERTS}.3.down_proj.weight"][0, 0] = float("nan")
     with pytest.raises(LoaderError, match=r"hold NaN or infinite numbers: .*experts\.3\.down_proj"):
         Model(copy(folder, tmp_path / "changed", tensors))
-
-
-def test_ranks_are_refused_by_name() -> None:
-    with pytest.raises(ModelConfigError, match="mixtures of experts are not divided among ranks"):
-        check_split(read("qwen3_moe"), 2)
-    assert spec_of(read("qwen3_moe"), Share()).has_experts
 
 
 @pytest.mark.parametrize("family", MIXTURES)

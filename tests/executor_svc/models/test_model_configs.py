@@ -61,6 +61,8 @@ NAMES = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
@@ -78,6 +80,7 @@ NAMES = {
     "phimoe": "PhimoeForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 SIZES = {
     "vocab_size": 97,
@@ -88,14 +91,17 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-WRAPPED = ("gemma3", "gemma4", "kimi_k25", "llama4", "mistral3")
+WRAPPED = ("gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", "qwen3_5")
 """Their decoder's fields are in `text_config`."""
 ALWAYS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.5},
     "granitemoehybrid": {"layer_types": ["attention"] * 6},
     **{family: {"num_experts": 8, "num_experts_per_tok": 2} for family in (*MIXTURES, "kimi_k25")},
+    "qwen3_next": {"num_experts": 8, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 6},
     "llama4": {"moe_layers": []},
     "llama4_text": {"moe_layers": []},
+    "qwen3_5": {"layer_types": ["full_attention"] * 6},
+    "qwen3_5_text": {"layer_types": ["full_attention"] * 6},
 }
 LONG = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 LLAMA3 = {
@@ -430,6 +436,35 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ministral3", scaled("default", llama_4_scaling_beta=0.1), "original_max_position_embeddings must be a positive"),
     ("ministral3", scaled("default", llama_4_scaling_beta=1e9), "llama_4_scaling_beta 1e+09 must be at most"),
     ("olmo3", scaled("default"), "rope_parameters of OLMo 3 must have objects full_attention and"),
+    ("qwen3_5_text", {"layer_types": None}, "layer_types[0]: linear_attention (recurrent layers) is not supported yet"),
+    (
+        "qwen3_5_text",
+        {"layer_types": ["full_attention"] * 5 + ["linear_attention"]},
+        "layer_types[5]: linear_attention (recurrent layers) is not supported yet",
+    ),
+    (
+        "qwen3_5_text",
+        {"layer_types": ["full_attention", "sliding_attention"] * 3},
+        "layer_types[1]: 'sliding_attention' is not supported; supported: full_attention",
+    ),
+    ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types must be a list with num_hidden_layers 6 entr"),
+    (
+        "qwen3_5_text",
+        {"partial_rotary_factor": 2},
+        "partial_rotary_factor gives 512 rotated dimensions of head_dim 256",
+    ),
+    ("qwen3_5_text", {"num_experts": 4}, "num_experts is 4: mixtures of experts"),
+    (
+        "qwen3_next",
+        {"layer_types": None, "full_attention_interval": 1, "mlp_only_layers": 3},
+        "mlp_only_layers must be",
+    ),
+    ("qwen3_next", {"layer_types": None, "full_attention_interval": 2}, "layer_types[0]: linear_attention (recurrent"),
+    (
+        "qwen3_5",
+        {"text_config": {**SIZES, "layer_types": ["linear_attention"] * 6}},
+        "text_config.layer_types[0]: linea",
+    ),
     ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers must be a list of 0 and 1 for num_hidden_layers 6"),
     ("gemma3", {"text_config": {"model_type": "gemma2"}}, "text_config.model_type 'gemma2' is not supported"),
     ("gemma3", {"text_config": 4}, "text_config must be an object, not 4"),
@@ -517,7 +552,7 @@ def test_page_lists_the_architectures() -> None:
     assert not {row[0].strip("`") for how in HOW[1:] for row in found[how]} & set(ARCHITECTURES)
     assert {row[3] for row in rows("Architectures")} == {"own", "by transformers", "no"}
     files = {row[4].strip("`") for row in found["native"]} - {"no"}
-    assert files == set(_ARCHITECTURES)
+    assert files - {"qwen35", "qwen3next"} == set(_ARCHITECTURES), "no files of Qwen3.5 are without recurrent layers"
     assert set(NAMES) == {*FAMILIES, *NEWER, *WRAPPED, *MIXTURES, "mimo"}, (
         "transformers has no code for MiMo: tests make its checkpoints from Qwen2's"
     )

@@ -20,7 +20,7 @@ from executor_svc.speculation.drafts import Drafts
 from executor_svc.startup.speculation import Draft
 from executor_svc.worker.head_source import HeadSource
 from scheduler_svc.core.types import RequestSpec
-from tests.checkpoints import make_llama
+from tests.checkpoints import make_checkpoint, make_llama
 from tests.executor_svc.driver import Model
 from tests.helpers.core.core_model import Chat, Rig, Setting
 from tests.helpers.core.core_sampling import core_sampling
@@ -66,7 +66,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 of windows", "mtp"])
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 16])
 def test_drafts_are_those_of_the_head_over_the_whole_text(
     target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int, kind: str
@@ -81,6 +81,8 @@ def test_drafts_are_those_of_the_head_over_the_whole_text(
         head = load_mtp(ExecutorConfig(**target.options), target.device, target.loaded)
         reference = ReferenceMtp(folder)
     else:
+        if kind == "eagle3 of windows":
+            target = Model(make_checkpoint(tmp_path / "target", "gemma3_text", seed=3))
         make_head(folder, shape)
         head = load_eagle3(str(folder), ExecutorConfig(**target.options), target.device, target.loaded)
         reference = ReferenceHead(folder, shape)

@@ -1,14 +1,15 @@
-"""Checks of the core's adapters, and of what it gives a beam search, against the known result."""
+"""Checks of the core's adapters, of what it gives a beam search, and of prompt logprobs, against the known ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cadenza_common.plan.result import LogprobColumns
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.beams import Hypothesis
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec
 from tests.helpers.core.core_histories import MAX_MODEL_LEN
-from tests.helpers.core.known import known_beams, known_cuts
+from tests.helpers.core.known import as_lists, known_beams, known_cuts, known_prompt_logprobs
 from tests.helpers.core.lane_rig import LaneRig
 
 
@@ -46,3 +47,16 @@ def _most_blocks(spec: RequestSpec, pool: ExecutorSpec) -> int:
     num_shared = len(spec.prompt_token_ids) // pool.block_size
     num_blocks = num_shared + spec.num_sequences * (longest // pool.block_size + 2 - num_shared)
     return num_blocks * (sum(group.pages_per_block for group in pool.kv_groups) or 1)
+
+
+def check_prompt_logprobs(spec: RequestSpec, parts: list[LogprobColumns], *, has_output: bool) -> None:
+    """Each row once and in order; all of them if there is any output."""
+    end, num_top = 1, spec.sampling.num_prompt_logprobs
+    for part in parts:
+        assert part.start == end
+        assert num_top is not None
+        end = part.end
+        known = known_prompt_logprobs(spec.prompt_token_ids[:end], num_top, part.start, spec.adapter_index)
+        assert as_lists(part) == known
+    if num_top is not None and has_output:
+        assert end == len(spec.prompt_token_ids)

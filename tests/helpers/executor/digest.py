@@ -6,14 +6,22 @@ import hashlib
 import struct
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from executor_svc.batch.slots import Slots
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 
-ANY_PAGE = -1
+
+@dataclass(frozen=True)
+class GroupEntries:
+    """A slot's block table in one KV group."""
+
+    num_blocks: int
+    """Its end."""
+    pages: Ids[int]
+    """The entries of each strip, in a window from the first one on that the next row reads."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class SlotState:
     num_prompt_tokens: int
     num_computed_tokens: int
     token_ids: Ids[int]
-    block_ids: Ids[int]
+    tables: Ids[GroupEntries]
 
 
 def lane_states(lane: Lane) -> list[SlotState]:
@@ -39,25 +47,37 @@ def _told(lane: Lane, sequence: Sequence) -> SlotState:
         block_ids = block_ids[: sequence.num_computed_tokens // lane.spec.block_size]
     if sequence.group in lane.due_beam_groups and sequence in sequence.group.due_beams:
         token_ids = token_ids[:-1]
-    if lane.blocks.sizes is not None:
-        block_ids = _first_pages(lane, sequence, block_ids)
     return SlotState(
-        held_slot(sequence), sequence.num_prompt_tokens, sequence.num_computed_tokens, token_ids, block_ids
+        held_slot(sequence),
+        sequence.num_prompt_tokens,
+        sequence.num_computed_tokens,
+        token_ids,
+        _tables(lane, sequence, block_ids),
     )
 
 
-def _first_pages(lane: Lane, sequence: Sequence, block_ids: list[int]) -> list[int]:
-    """With KV groups a slot has the first page of each block in group 0; one before its window may be any."""
+def _tables(lane: Lane, sequence: Sequence, block_ids: list[int]) -> list[GroupEntries]:
+    """Tables of a sequence's blocks: without KV groups a block is a page."""
     sizes, pool = lane.blocks.sizes, lane.blocks.pool
-    assert sizes is not None
+    if sizes is None:
+        return [GroupEntries(len(block_ids), block_ids)]
     assert isinstance(pool, PagedPool)
-    if sizes.full_pages:
-        return [pool.full_pages_of(block_id)[0] for block_id in block_ids]
-    held = sequence.windows[0]
-    return [
-        pool.windows[0][block_id][0] if index in held else ANY_PAGE
-        for index, block_id in enumerate(block_ids[: held.stop])
-    ]
+    found, number = [], 0
+    for group in lane.spec.kv_groups:
+        start, end, pages = 0, len(block_ids), pool.full_pages_of
+        if group.window is not None:
+            start = first_read(sequence.num_computed_tokens, group.window, sizes.block_size)
+            end, pages = min(sequence.windows[number].stop, end), pool.windows[number].__getitem__
+            number += 1
+        of_blocks = [pages(block_id) for block_id in block_ids[start:end]]
+        strips = range(group.pages_per_block)
+        found.append(GroupEntries(end, [of_block[strip] for strip in strips for of_block in of_blocks]))
+    return found
+
+
+def first_read(num_computed: int, window: int, block_size: int) -> int:
+    """The first block that the row at this position reads."""
+    return max(0, num_computed - window + 1) // block_size
 
 
 def slot_states(slots: Slots) -> list[SlotState]:
@@ -68,19 +88,32 @@ def slot_states(slots: Slots) -> list[SlotState]:
             int(slots.num_prompt_tokens[slot]),
             int(slots.num_computed_tokens[slot]),
             slots.token_ids[slot, : slots.num_tokens[slot]].tolist(),
-            slots.block_tables[slot, : slots.num_blocks[slot]].tolist(),
+            _read_tables(slots, slot),
         )
         for slot in slots.admitted.nonzero()[0].tolist()
     ]
+
+
+def _read_tables(slots: Slots, slot: int) -> list[GroupEntries]:
+    found, strips = [], iter(slots.tables[slot])
+    for index, group in enumerate(slots.limits.groups):
+        end, start = int(slots.places.num_blocks[index, slot]), 0
+        if group.window:
+            start = first_read(int(slots.num_computed_tokens[slot]), group.window, slots.limits.block_size)
+        own = [next(strips)[start:end].tolist() for _ in range(group.pages_per_block)]
+        found.append(GroupEntries(end, [page for strip in own for page in strip]))
+    return found
 
 
 def digest_of(states: Iterable[SlotState]) -> bytes:
     """SHA-256 in the format of `Slots.digest`, written apart from it."""
     sha = hashlib.sha256()
     for state in sorted(states, key=lambda state: state.slot):
-        num_tokens, num_blocks = len(state.token_ids), len(state.block_ids)
-        counts = (state.slot, num_tokens, state.num_prompt_tokens, state.num_computed_tokens, num_blocks)
-        numbers = (*counts, *state.token_ids, *state.block_ids)
+        counts = (state.slot, len(state.token_ids), state.num_prompt_tokens, state.num_computed_tokens)
+        first, *others = state.tables
+        numbers = [*counts, first.num_blocks, *state.token_ids, *first.pages]
+        for table in others:
+            numbers += [table.num_blocks, *table.pages]
         sha.update(struct.pack(f"<{len(numbers)}i", *numbers))
     return sha.digest()
 
@@ -104,12 +137,7 @@ def check_mirror(lane: Lane, mirror: Slots, debug_digest: bytes) -> bool:
     assert digest_of(theirs.values()) == debug_digest
     ours = {state.slot: state for state in lane_states(lane)}
     assert theirs.keys() == ours.keys() | releases_ahead(lane)
-    for slot, state in ours.items():
-        block_ids = [
-            mine if mine != ANY_PAGE else other
-            for mine, other in zip(state.block_ids, theirs[slot].block_ids, strict=True)
-        ]
-        assert theirs[slot] == replace(state, block_ids=block_ids)
-    whole = not releases_ahead(lane) and lane.blocks.windows is None
+    assert all(theirs[slot] == state for slot, state in ours.items())
+    whole = not releases_ahead(lane)
     assert not whole or lane_digest(lane) == debug_digest
     return whole

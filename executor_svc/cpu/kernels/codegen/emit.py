@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from llvmlite import ir
@@ -131,7 +132,7 @@ class Vec:
 
     def lane(self, index: int) -> Vec:
         """Return one lane's value in every lane."""
-        lanes = ir.Constant(_VI32, [index] * LANES)
+        lanes = repeated(_VI32, index)
         return Vec(self.emit, self.emit.builder.shuffle_vector(self.value, self.value, lanes))
 
     def rounded(self, dtype: Dtype) -> Vec:
@@ -150,11 +151,11 @@ class Emitter:
     # ------------------------------------------------------------------ values
 
     def integer(self, value: Int | int) -> Int:
-        return value if isinstance(value, Int) else Int(self, ir.Constant(_I64, value))
+        return value if isinstance(value, Int) else Int(self, _integer(value))
 
     def vec(self, value: Vec | float) -> Vec:
         """Return a vector unchanged, or a number in every lane."""
-        return value if isinstance(value, Vec) else Vec(self, ir.Constant(_VF32, [value] * LANES))
+        return value if isinstance(value, Vec) else Vec(self, repeated(_VF32, value))
 
     def call(self, intrinsic: str, *vectors: Vec) -> Vec:
         """Call an LLVM intrinsic from float vectors to a float vector."""
@@ -236,7 +237,7 @@ class Emitter:
         for pair in range(pairs):
             raw = self.builder.load(self.pointer(address + pair * 2 * LANES * ITEM_BYTES[dtype], _VI32))
             raw.align = ITEM_BYTES[dtype]
-            bits = (self.builder.shl(raw, _every(16)), self.builder.and_(raw, _every(0xFFFF0000)))
+            bits = (self.builder.shl(raw, every(16)), self.builder.and_(raw, every(0xFFFF0000)))
             found += [Vec(self, self.builder.bitcast(each, _VF32)) for each in bits]
         rest = range(2 * pairs, vectors)
         return found + [self.load(address + which * LANES * ITEM_BYTES[dtype], dtype) for which in rest]
@@ -246,7 +247,7 @@ class Emitter:
         pairs = len(row) // 2 if dtype == "bfloat16" else 0
         for pair in range(pairs):
             low, high = (self.builder.zext(self.narrowed(each), _VI32) for each in row[2 * pair : 2 * pair + 2])
-            raw = self.builder.or_(low, self.builder.shl(high, _every(16)))
+            raw = self.builder.or_(low, self.builder.shl(high, every(16)))
             place = self.pointer(address + pair * 2 * LANES * ITEM_BYTES[dtype], _VI32)
             self.builder.store(raw, place).align = ITEM_BYTES[dtype]
         for which in range(2 * pairs, len(row)):
@@ -256,7 +257,7 @@ class Emitter:
         """Read `count` numbers, a count known only at run time; it may be negative or more than LANES."""
         kind = _kind(dtype)
         function = self.declare(_masked("load", dtype), kind, [kind.as_pointer(), _I32, _VI1, kind])
-        zeros = ir.Constant(kind, [0.0 if dtype == "float32" else 0] * LANES)
+        zeros = repeated(kind, 0.0 if dtype == "float32" else 0)
         size = ir.Constant(_I32, ITEM_BYTES[dtype])
         raw = self.builder.call(function, [self.pointer(address, kind), size, self.first(count), zeros])
         return Vec(self, raw if dtype == "float32" else self.widened(raw))
@@ -323,21 +324,21 @@ class Emitter:
         """Return a number in every lane, as 32-bit integers."""
         nothing = ir.Constant(_VI32, ir.Undefined)
         one = self.builder.insert_element(nothing, self.builder.trunc(number.value, _I32), ir.Constant(_I32, 0))
-        return self.builder.shuffle_vector(one, nothing, ir.Constant(_VI32, [0] * LANES))
+        return self.builder.shuffle_vector(one, nothing, every(0))
 
     def widened(self, bits: Any) -> Any:
         """Convert bfloat16, as 16-bit integers, to floats."""
-        wide = self.builder.shl(self.builder.zext(bits, _VI32), _every(16))
+        wide = self.builder.shl(self.builder.zext(bits, _VI32), every(16))
         return self.builder.bitcast(wide, _VF32)
 
     def narrowed(self, vector: Vec) -> Any:
         """Convert floats to bfloat16, as 16-bit integers, to nearest even; NaN stays NaN."""
         builder = self.builder
         bits = builder.bitcast(vector.value, _VI32)
-        odd = builder.and_(builder.lshr(bits, _every(16)), _every(1))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, _every(0x7FFF))), _every(16))
+        odd = builder.and_(builder.lshr(bits, every(16)), every(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, every(0x7FFF))), every(16))
         is_nan = builder.fcmp_unordered("uno", vector.value, vector.value)
-        return builder.trunc(builder.select(is_nan, _every(0x7FC0), rounded), _VI16)
+        return builder.trunc(builder.select(is_nan, every(0x7FC0), rounded), _VI16)
 
 
 def pieces(length: int) -> list[tuple[int, int]]:
@@ -345,8 +346,26 @@ def pieces(length: int) -> list[tuple[int, int]]:
     return [(start, min(LANES, length - start)) for start in range(0, length, LANES)]
 
 
-def _every(number: int) -> Any:
-    return ir.Constant(_VI32, [number] * LANES)
+def every(number: int) -> Any:
+    """Return a 32-bit integer in every lane."""
+    return repeated(_VI32, number)
+
+
+def repeated(kind: Any, number: float) -> Any:
+    """Return a number in every lane of a type of vectors."""
+    return _repeated(kind, number, repr(number))
+
+
+# A kernel has thousands of a few constants, and each would take longer to make and to write than an instruction.
+@lru_cache(maxsize=4096)
+def _integer(number: int) -> Any:
+    return ir.Constant(_I64, number)
+
+
+@lru_cache(maxsize=4096)
+def _repeated(kind: Any, number: float, _: str) -> Any:
+    """The last argument tells -0.0 from 0.0, and 1 from 1.0."""
+    return ir.Constant(kind, [number] * kind.count)
 
 
 def _kind(dtype: Dtype) -> Any:

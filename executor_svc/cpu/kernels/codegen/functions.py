@@ -10,7 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Vec
+from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Vec, every
 
 _VI32 = ir.VectorType(ir.IntType(32), LANES)
 _VF32 = ir.VectorType(ir.FloatType(), LANES)
@@ -59,8 +59,8 @@ def _parts_of_exp(x: Vec) -> tuple[Vec, Vec]:
     series = emit.vec(_EXP[0])
     for coefficient in _EXP[1:]:
         series = series.times_plus(rest, coefficient)
-    exponent = builder.sub(builder.bitcast(shifted.value, _VI32), _every(_ROUNDER_BITS - 127))
-    power = Vec(emit, builder.bitcast(builder.shl(exponent, _every(23)), _VF32))
+    exponent = builder.sub(builder.bitcast(shifted.value, _VI32), every(_ROUNDER_BITS - 127))
+    power = Vec(emit, builder.bitcast(builder.shl(exponent, every(23)), _VF32))
     return series.times_plus(rest * rest, rest), power
 
 
@@ -68,9 +68,9 @@ def log(x: Vec) -> Vec:
     """The natural logarithm of positive normal numbers, within 1 unit of the last place; undefined for others."""
     emit, builder = x.emit, x.emit.builder
     # Bits above those of sqrt(1/2) are the exponent of a mantissa from sqrt(1/2) to sqrt(2).
-    above = builder.sub(builder.bitcast(x.value, _VI32), _every(_SQRT_HALF_BITS))
-    exponent = builder.ashr(above, _every(23))
-    mantissa = builder.add(builder.and_(above, _every(0x7FFFFF)), _every(_SQRT_HALF_BITS))
+    above = builder.sub(builder.bitcast(x.value, _VI32), every(_SQRT_HALF_BITS))
+    exponent = builder.ashr(above, every(23))
+    mantissa = builder.add(builder.and_(above, every(0x7FFFFF)), every(_SQRT_HALF_BITS))
     power = Vec(emit, builder.sitofp(exponent, _VF32))
     f = Vec(emit, builder.bitcast(mantissa, _VF32)) - 1.0
     square = f * f
@@ -98,7 +98,3 @@ def tanh(x: Vec) -> Vec:
 def where(emit: Emitter, condition: Any, chosen: Vec, other: Vec) -> Vec:
     """Return, for each lane, `chosen` if the condition holds, else `other`."""
     return Vec(emit, emit.builder.select(condition, chosen.value, other.value))
-
-
-def _every(number: int) -> Any:
-    return ir.Constant(_VI32, [number] * LANES)

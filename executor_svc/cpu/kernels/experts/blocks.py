@@ -13,6 +13,8 @@ from llvmlite import ir
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int, Vec
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.quantized.files.panels import FilePanels
+from executor_svc.device.ranks import Share
 
 _I64 = ir.IntType(64)
 _WORD = 8
@@ -27,12 +29,17 @@ def most_blocks(num_routed: int, num_experts: int) -> int:
     return min(num_routed, num_experts + num_routed // ROWS_AT_ONCE)
 
 
-def group(code: Code, num_experts: int, num_chosen: int) -> str:
+COUNTS = 3
+"""Numbers that `group` writes: of blocks, of routed rows, and of pairs of these."""
+
+
+def group(code: Code, num_experts: int, num_chosen: int, share: Share) -> str:
     """Add the kernel that puts routed rows into the order of their experts, within an expert that of tokens.
 
-    One item. Arguments: tokens T, ids [T, K] int64; all written: places [T, K] int64, the routed row of each choice;
-    sources [T * K] int64, the token of each routed row; blocks [most_blocks, BLOCK_WORDS] int64; the number of blocks;
-    firsts [E] int64, scratch. Returns its name.
+    share: of a rank, of whose experts alone there are rows. One item. Arguments: tokens T, ids [T, K] int64; all
+    written: places [T, K] int64, the routed row of each choice, -1 for those of other ranks; sources [T * K] int64, the
+    token of each routed row; blocks [most_blocks, BLOCK_WORDS] int64; counts [COUNTS] int64; firsts [E] int64, scratch.
+    Returns its name.
     """
 
     def body(
@@ -62,27 +69,40 @@ def group(code: Code, num_experts: int, num_chosen: int) -> str:
             def block(at: Int, _: list[Vec]) -> None:
                 index = add(number, 1)
                 record = blocks + index * (BLOCK_WORDS * _WORD)
-                words = expert, first + at, (rows - at).least(ROWS_AT_ONCE), expert
+                own = expert // share.size
+                words = own, first + at, (rows - at).least(ROWS_AT_ONCE), own
                 for word, value in enumerate(words):
                     store(value, record + word * _WORD)
                 before = record - _WORD  # the last word of the block before
-                emit.when(emit.integer(0).less(index), lambda: store(expert, before))
+                emit.when(emit.integer(0).less(index), lambda: store(own, before))
 
             emit.loop(0, rows, ROWS_AT_ONCE, block)
 
         def place(choice: Int, _: list[Vec]) -> None:
-            routed = add(firsts + emit.load_int(ids + choice * _WORD) * _WORD, 1)
-            store(routed, places + choice * _WORD)
-            store(choice // num_chosen, sources + routed * _WORD)
+            expert = emit.load_int(ids + choice * _WORD)
+
+            def put() -> None:
+                routed = add(firsts + expert * _WORD, 1)
+                store(routed, places + choice * _WORD)
+                store(choice // num_chosen, sources + routed * _WORD)
+
+            if share.size == 1:
+                put()
+                return
+            store(emit.integer(-1), places + choice * _WORD)
+            emit.when((expert % share.size).equals(share.rank), put)
 
         emit.loop(0, num_experts, 1, clear)
         emit.loop(0, tokens * num_chosen, 1, count)
         store(emit.integer(0), number)
         store(emit.integer(0), sources)  # until the rows are placed, their number so far
-        emit.loop(0, num_experts, 1, divide)
+        emit.loop(share.rank, num_experts, share.size, divide)
+        placed = emit.load_int(sources)
+        store(placed, number + _WORD)
+        store((placed + 1) // 2, number + 2 * _WORD)
         emit.loop(0, tokens * num_chosen, 1, place)
 
-    return code.kernel(f"group_{num_experts}_{num_chosen}", 7, body)
+    return code.kernel(f"group_{num_experts}_{num_chosen}_{share.rank}_of_{share.size}", 7, body)
 
 
 def head_blocks(code: Code, num_heads: int) -> str:
@@ -135,8 +155,16 @@ class BlockArgument:
         return self.value, self.row_bytes, self.block_bytes, self.by_expert, self.by_next_expert
 
 
-def each_block(code: Code, num_arguments: int) -> str:
+WEIGHT = 2
+"""Of the arguments of a product: its weight."""
+
+
+def each_block(code: Code, num_arguments: int, file: FilePanels | None = None) -> str:
     """Add the kernel that runs another one for the rows of a block; returns its name.
+
+    file: the other one is a product whose weight lies in a file, and whose items are the weight's panels: each is made
+    before, in memory of the thread. There is one more argument then, that memory, of `panel_bytes` for each thread, and
+    behind the other one's arguments, made as they are, is where the weight's scales are.
 
     num_arguments: of the other one, whose first is the number of rows. Items: `groups` for each block. Arguments: a
     count that is not read, the other one's address, its other arguments [num_arguments - 1, ARGUMENT_WORDS] int64, then
@@ -145,7 +173,7 @@ def each_block(code: Code, num_arguments: int) -> str:
 
     def body(
         emit: Emitter, item: Int, thread: Int, _: Int, kernel: Int, arguments: Int, share: Int, groups: Int, least: Int,
-        blocks: Int,
+        blocks: Int, *memory: Int,
     ) -> None:  # fmt: skip
         builder = emit.builder
         block, group = item // groups, item % groups
@@ -157,13 +185,20 @@ def each_block(code: Code, num_arguments: int) -> str:
             builder.store(value.value, builder.gep(made, [ir.Constant(_I64, index)]))
 
         put(0, rows)
-        for index in range(1, num_arguments):
+        values = []
+        for index in range(1, num_arguments + (file is not None)):
             place = arguments + (index - 1) * (ARGUMENT_WORDS * _WORD)
             row_bytes, block_bytes, own, other = (emit.load_int(place + word * _WORD) for word in range(1, 5))
             # Where the value is: in a table, or here. So there is no branch.
             at = (own + expert * _WORD).where(builder.not_(own.equals(0)), place)
             at = (other + following * _WORD).where(builder.not_(other.equals(0)), at)
-            put(index, emit.load_int(at) + first * row_bytes + block * block_bytes)
+            values.append(emit.load_int(at) + first * row_bytes + block * block_bytes)
+        if file is not None:
+            own_panel, scales = memory[0] + thread * file.panel_bytes, values.pop()
+            file.make(code, emit, values[WEIGHT - 1], scales, group, own_panel)
+            values[WEIGHT - 1] = own_panel - group * file.panel_bytes
+        for index, value in enumerate(values, 1):
+            put(index, value)
         kind = ir.FunctionType(ir.VoidType(), [_I64] * 3).as_pointer()
         chunks = ((rows + (share - 1)) // share).where(builder.not_(rows.less(least)), 0)
 
@@ -175,4 +210,6 @@ def each_block(code: Code, num_arguments: int) -> str:
 
         emit.loop(0, chunks, 1, chunk)
 
-    return code.kernel(f"each_block_{num_arguments}", 7, body)
+    if file is None:
+        return code.kernel(f"each_block_{num_arguments}", 7, body)
+    return code.kernel(f"each_block_{num_arguments}_{file.key}", 8, body)

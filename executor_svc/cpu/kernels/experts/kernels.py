@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -13,15 +14,17 @@ from torch import Tensor
 from executor_svc.cpu.kernels import activation
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.experts.blocks import BLOCK_WORDS, BlockArgument, each_block, group, most_blocks
+from executor_svc.cpu.kernels.experts.blocks import BLOCK_WORDS, COUNTS, BlockArgument, each_block, group, most_blocks
 from executor_svc.cpu.kernels.experts.choose import choose, scratch_bytes
 from executor_svc.cpu.kernels.experts.combine import combine, spread
 from executor_svc.cpu.kernels.experts.weights import ExpertWeights, StoredExpert
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.quantized.files.panels import FilePanels
 from executor_svc.cpu.kernels.tensors import addresses as _addresses
 from executor_svc.cpu.kernels.tensors import dtype_of as _dtype
 from executor_svc.device.experts import Router, Routes
 from executor_svc.device.kernels import Linear
+from executor_svc.device.ranks import WHOLE, Share
 from executor_svc.plan.arrays import IntArray
 
 _BY_BLOCK = ("tiles_", "int8_blocks_")
@@ -41,7 +44,8 @@ class CpuRoutes:
     sources: Tensor
     """[T * K] int64: the token of each routed row."""
     blocks: Tensor
-    num_blocks: Tensor
+    counts: Tensor
+    share: Share = WHOLE
 
 
 @dataclass(slots=True)
@@ -55,7 +59,7 @@ class _Call:
     advances: list[tuple[Tensor, BlockArgument]] = field(default_factory=list)
     """Tensors with the rows of all blocks: how an address in their first row goes on."""
     arguments: list[IntArray | Tensor] = field(default_factory=list)
-    """Of the kernels, and the number of blocks; the launches have their addresses."""
+    """Of the kernels, and the counts; the launches have their addresses."""
 
 
 class CpuExpertLinear:
@@ -78,6 +82,8 @@ class CpuExpertKernels(CpuKernels):
     """Implements `device.experts.ExpertKernels`."""
 
     _call: _Call | None = None
+    _counted: Mapping[int, int] = MappingProxyType({})
+    """Where the items of a launch are counted in memory, by the rows of an item; empty: all rows are there."""
 
     def as_float32(self, x: Tensor) -> Tensor:
         wide = self._widened(x)
@@ -91,17 +97,18 @@ class CpuExpertKernels(CpuKernels):
         dtype: torch.dtype,
         bias: Tensor | None = None,
         scales: Tensor | None = None,
+        share: Share = WHOLE,
     ) -> CpuRoutes:
-        routes = self._new_routes(len(logits), router)
+        routes = replace(self._new_routes(len(logits), router), share=share)
         kernel = choose(self.code, router, _dtype(logits), "bfloat16" if dtype == torch.bfloat16 else "float32")
         num_bytes = scratch_bytes(router)
         given = (0 if each is None else each.data_ptr() for each in (bias, scales))
         arguments = (logits.data_ptr(), *given, *_addresses(routes.ids, routes.weights))
         arguments += (self._scratch(num_bytes).data_ptr(), num_bytes)
         self._launch(KernelLaunch(kernel, "rows", 1, 1, arguments), len(logits))
-        written = _addresses(routes.places, routes.sources, routes.blocks, routes.num_blocks)
+        written = _addresses(routes.places, routes.sources, routes.blocks, routes.counts)
         firsts = self._new("firsts of experts", (router.num_experts,), torch.int64)
-        kernel = group(self.code, router.num_experts, router.num_chosen)
+        kernel = group(self.code, router.num_experts, router.num_chosen, share)
         arguments = (routes.ids.data_ptr(), *written, firsts.data_ptr())
         self._launch(KernelLaunch(kernel, "rows", _ALL, 1, arguments), len(logits))
         return routes
@@ -119,7 +126,7 @@ class CpuExpertKernels(CpuKernels):
             sources=whole("sources of routed", routed),
             blocks=whole("blocks", most_blocks(routed, router.num_experts), BLOCK_WORDS),
             # Of its own in each layer: a thread that is late reads it when others are layers ahead.
-            num_blocks=torch.zeros(1, dtype=torch.int64),
+            counts=torch.zeros(COUNTS, dtype=torch.int64),
         )
 
     def take_routed(self, x: Tensor, routes: Routes, weighed: bool = False) -> Tensor:
@@ -134,11 +141,15 @@ class CpuExpertKernels(CpuKernels):
 
     @contextmanager
     def routed(self, routes: Routes) -> Iterator[None]:
+        assert isinstance(routes, CpuRoutes)
         before, self._times = self._times, routes.ids.shape[1]
+        if routes.share.size > 1:
+            counts = routes.counts.data_ptr()
+            self._counted = {1: counts + 8, activation.ROWS_AT_ONCE: counts + 16}
         try:
             yield
         finally:
-            self._times = before
+            self._times, self._counted = before, {}
 
     def clipped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         width = gate_up.shape[1] // 2
@@ -155,8 +166,10 @@ class CpuExpertKernels(CpuKernels):
     ) -> Tensor:
         assert isinstance(routes, CpuRoutes)
         num_rows, width = len(routes.ids), rows.shape[1]
-        y = self._new("combined", (num_rows, width), rows.dtype)
-        kinds = not router.weighs_inputs, router.rounded, beside is not None, gate is not None
+        partial = routes.share.size > 1
+        y = self._new("combined", (num_rows, width), torch.float32 if partial else rows.dtype)
+        assert beside is None or beside.dtype == y.dtype
+        kinds = not router.weighs_inputs, router.rounded, beside is not None, gate is not None, partial
         kernel = combine(self.code, _dtype(rows), width, router.num_chosen, *kinds)
         more = (0 if each is None else _addresses(each)[0] for each in (beside, gate))
         arguments = (*_addresses(rows, routes.places, routes.weights), *more, y.data_ptr())
@@ -174,7 +187,7 @@ class CpuExpertKernels(CpuKernels):
         """
         first = weights.first
         call = self._call = _Call(routes, weights, min(len(x), ROWS_AT_ONCE))
-        call.arguments.append(routes.num_blocks)
+        call.arguments.append(routes.counts)
         call.advances.append((x, BlockArgument(0, row_bytes=x.nbytes // len(x))))
         try:
             y = self.stored_linear(x[: call.num_rows], first.parts, first.bias, first.out_features, x.dtype)
@@ -203,24 +216,45 @@ class CpuExpertKernels(CpuKernels):
             return
         if self._recording is not None:
             self._recording.announce(None)
-        self._each_block(self._call, launch, [BlockArgument(weight, by_next_expert=self._call.weights.table(weight))])
+        weights = self._call.weights
+        following = BlockArgument(weight, by_next_expert=weights.table(weight))
+        self._each_block(self._call, launch, [following], weights.file_at(weight))
 
     def _launch(self, launch: KernelLaunch, count: int) -> None:
         if self._call is None:
+            if self._counted:
+                launch = replace(launch, counted_at=self._counted[launch.share])
             super()._launch(launch, count)
         else:
             self._each_block(self._call, launch, [])
 
-    def _each_block(self, call: _Call, launch: KernelLaunch, last: list[BlockArgument]) -> None:
-        """Launch a kernel for each block; last: its last argument, if it is made otherwise than the others."""
+    def _each_block(
+        self,
+        call: _Call,
+        launch: KernelLaunch,
+        last: list[BlockArgument],
+        in_file: tuple[FilePanels, int] | None = None,
+    ) -> None:
+        """Launch a kernel for each block; last: its last argument, if it is made otherwise than the others.
+
+        in_file: as of `ExpertWeights.file_at`, of the weight of a product.
+        """
         given = launch.arguments[: len(launch.arguments) - len(last)]
-        made = [*(self._argument(call, each) for each in given), *last]
+        made, file = [*(self._argument(call, each) for each in given), *last], None
+        num_arguments = 1 + len(made)
+        if in_file is not None:
+            file, scales = in_file
+            made.append(BlockArgument(scales, by_expert=call.weights.table(scales) if scales else 0))
         arguments = np.array([each.words for each in made], np.int64)
         call.arguments.append(arguments)
-        kernel = each_block(self.code, 1 + len(made))
+        kernel = each_block(self.code, num_arguments, file)
         how = launch.share, launch.groups, launch.least
-        places = (self.code.address(launch.kernel), arguments.ctypes.data, *how, call.routes.blocks.data_ptr())
-        counted = call.routes.num_blocks.data_ptr()
+        places: tuple[int, ...] = (self.code.address(launch.kernel), arguments.ctypes.data, *how)
+        places += (call.routes.blocks.data_ptr(),)
+        if file is not None:
+            panels = self._workspace.take("panels of files", (self.num_threads, file.panel_bytes), torch.uint8)
+            places += (panels.data_ptr(),)
+        counted = call.routes.counts.data_ptr()
         over_all = KernelLaunch(kernel, "rows", _ALL, launch.groups, places, counted_at=counted)
         super()._launch(over_all, len(call.routes.sources))
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor_svc.cpu.kernels.quantized.files.panels import FilePanels
 from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart, Part
 from executor_svc.plan.arrays import IntArray
 
@@ -44,6 +45,17 @@ class ExpertWeights:
         """The first expert's linear."""
         return self._linears[0]
 
+    def file_at(self, value: int) -> tuple[FilePanels, int] | None:
+        """Return how panels of the first expert's weight at an address are made, and the address of its scales or 0.
+
+        None: the panels are there.
+        """
+        for part in self.first.parts:
+            if part.file is not None and weight_of(part).data_ptr() == value:
+                scales = part.file_scales if isinstance(part, PackedWeightPart) else None
+                return part.file, 0 if scales is None else scales.data_ptr()
+        return None
+
     def table(self, value: int) -> int:
         """Return the address of a table [E] int64 of what an argument is for each expert; 0: the same for all.
 
@@ -71,17 +83,23 @@ def _align_orders(linears: Sequence[StoredExpert]) -> None:
 
 def _kind(linear: StoredExpert) -> tuple[object, ...]:
     parts = [
-        (part.layout, part.rows, part.int8, part.order is None)
+        (part.layout, part.rows, part.int8, part.order is None, part.file)
         if isinstance(part, PackedWeightPart)
-        else (part.panels.shape, part.rows)
+        else (part.panels.shape, part.rows, part.file)
         for part in linear.parts
     ]
     return linear.in_features, linear.out_features, linear.bias is None, tuple(parts)
 
 
+def weight_of(part: Part) -> Tensor:
+    """Return the weight of a part."""
+    return part.packed if isinstance(part, PackedWeightPart) else part.panels
+
+
 def _places(linear: StoredExpert) -> list[tuple[int, int]]:
-    """Return the address and bytes of each part, of each order of columns, and of the bias."""
-    tensors = [part.packed if isinstance(part, PackedWeightPart) else part.panels for part in linear.parts]
-    orders = [part.order for part in linear.parts if isinstance(part, PackedWeightPart)]
-    beside = [torch.empty(0) if each is None else each for each in (*orders, linear.bias)]
+    """Return the address and bytes of each part, of its scales in a file and its order of columns, and of the bias."""
+    tensors = [weight_of(part) for part in linear.parts]
+    packed = [part for part in linear.parts if isinstance(part, PackedWeightPart)]
+    tensors += [part.file_scales for part in packed if part.file_scales is not None]
+    beside = [torch.empty(0) if each is None else each for each in (*(part.order for part in packed), linear.bias)]
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in (*tensors, *beside)]

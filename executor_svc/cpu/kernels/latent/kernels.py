@@ -55,7 +55,7 @@ class CpuHeadLinear:
         heads = panels.split(each)
         self._weights = ExpertWeights([_HeadWeight(own, self.padded_out, self.padded_in) for own in heads])
         self._kernels = kernels
-        self._arguments: list[IntArray] = []
+        self._arguments: list[IntArray | Tensor] = []
         """Kept for recorded programs."""
 
     def __call__(self, x: Tensor, heads: CpuRoutes) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int, Vec
+from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int, Vec, every
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.quantized.layout import STEP, WORD_BYTES, WORD_PLANE_BYTES, PackedLayout, Plane, PlaneName
 from executor_svc.device.dequantize import code_values
@@ -60,9 +60,9 @@ class CodeValues:
         if scale != "e8m0":
             return self._emit.load(place, scale)
         exponents = builder.zext(self._load(place, _VI8), _VI32)
-        bits = builder.shl(exponents, _every(23))
+        bits = builder.shl(exponents, every(23))
         for exponent, exception in _E8M0_EXCEPTIONS.items():
-            bits = builder.select(builder.icmp_unsigned("==", exponents, _every(exponent)), _every(exception), bits)
+            bits = builder.select(builder.icmp_unsigned("==", exponents, every(exponent)), every(exception), bits)
         return Vec(self._emit, builder.bitcast(bits, _VF32))
 
     def zero_points(self, head: Int, step: Int, group: int, half: int) -> Any:
@@ -81,19 +81,19 @@ class CodeValues:
             first, second = (
                 builder.bitcast(self.floats(step, half, 2 * index + which, zeros).value, _VI32) for which in (0, 1)
             )
-            return builder.or_(builder.lshr(first, _every(16)), builder.and_(second, _every(_HIGH_HALF)))
+            return builder.or_(builder.lshr(first, every(16)), builder.and_(second, every(_HIGH_HALF)))
         word, byte, part = self._layout.place_of(2 * index)
         low_bits = self._layout.low_bits
         low = self._shifted(self._low_word(step, half, word), 8 * byte + low_bits * part)
         if not self._layout.high_words:
             if zeros is not None:
-                both = builder.or_(zeros, builder.shl(zeros, _every(16)))
-                codes = builder.bitcast(builder.and_(low, _every(_LOW_NIBBLES)), _WORDS)
+                both = builder.or_(zeros, builder.shl(zeros, every(16)))
+                codes = builder.bitcast(builder.and_(low, every(_LOW_NIBBLES)), _WORDS)
                 low = builder.bitcast(builder.sub(codes, builder.bitcast(both, _WORDS)), _VI32)
             return self._look_up_pairs(low)
         high = self._high_bits(step, half, word, byte, part)
         mask = 0x00010001 * (2**low_bits - 1)
-        codes = builder.or_(builder.and_(low, _every(mask)), builder.and_(high, _every(mask ^ 0xFFFFFFFF)))
+        codes = builder.or_(builder.and_(low, every(mask)), builder.and_(high, every(mask ^ 0xFFFFFFFF)))
         return self._look_up_pairs(codes)
 
     def floats(self, step: Int, half: int, column: int, zeros: Any) -> Vec:
@@ -102,8 +102,8 @@ class CodeValues:
         word, byte, part = self._layout.place_of(column)
         low, low_bits = self._low_word(step, half, word), self._layout.low_bits
         if kind.values == "e4m3":
-            moved = builder.ashr(builder.shl(low, _every(24 - 8 * byte)), _every(4))
-            return Vec(self._emit, builder.bitcast(builder.and_(moved, _every(_E4M3_BITS)), _VF32)) * _E4M3_SCALE
+            moved = builder.ashr(builder.shl(low, every(24 - 8 * byte)), every(4))
+            return Vec(self._emit, builder.bitcast(builder.and_(moved, every(_E4M3_BITS)), _VF32)) * _E4M3_SCALE
         if kind.bits == 8:
             return self._integers(low, 8 * byte, 0xFF, zeros)
         shift, mask = 8 * byte + low_bits * part, 2**low_bits - 1
@@ -114,8 +114,8 @@ class CodeValues:
                 return self._look_up_in_halves(self._shifted(low, shift))
             return self._integers(low, shift, mask, zeros)
         above = (2 ** (kind.bits - low_bits) - 1) << low_bits
-        high = builder.and_(self._high_bits(step, half, word, byte, part), _every(above))
-        codes = builder.or_(builder.and_(self._shifted(low, shift), _every(mask)), high)
+        high = builder.and_(self._high_bits(step, half, word, byte, part), every(above))
+        codes = builder.or_(builder.and_(self._shifted(low, shift), every(mask)), high)
         return (
             self._look_up(codes) if kind.bits <= 5 and self._isa.has("avx512f") else self._integers(codes, 0, -1, zeros)
         )
@@ -124,9 +124,9 @@ class CodeValues:
         """Return the codes at a place of a word, less their zeros: without a shift where the float's exponent does."""
         builder = self._builder
         if mask != -1 and shift + mask.bit_length() == 32:
-            word, shift = builder.lshr(word, _every(shift)), 0
+            word, shift = builder.lshr(word, every(shift)), 0
         elif mask != -1:
-            word = builder.and_(word, _every(mask << shift))
+            word = builder.and_(word, every(mask << shift))
         floats = self._floats_of(word)
         if zeros is None:
             zero = self._emit.vec(-float(self._kind.zero))
@@ -159,7 +159,7 @@ class CodeValues:
     def _shifted(self, words: Any, right: int) -> Any:
         if not right:
             return words
-        return self._builder.lshr(words, _every(right)) if right > 0 else self._builder.shl(words, _every(-right))
+        return self._builder.lshr(words, every(right)) if right > 0 else self._builder.shl(words, every(-right))
 
     # ------------------------------------------------------------------ tables
 
@@ -225,10 +225,6 @@ def table_of(kind: QuantFormat, bits: int) -> list[float]:
     """Return the numbers of the first 2**bits codes of a format without zero points."""
     codes = torch.arange(2**bits, dtype=torch.uint8)[None]
     return code_values(QuantBlock(codes, torch.ones(1, 1)), kind)[0].tolist()
-
-
-def _every(number: int) -> Any:
-    return ir.Constant(_VI32, [number] * LANES)
 
 
 assert STEP == 2 * LANES

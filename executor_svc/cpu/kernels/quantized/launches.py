@@ -16,6 +16,7 @@ from executor_svc.cpu.kernels.codegen.tiles import TILE_ROWS
 from executor_svc.cpu.kernels.matmul_tiles import Output, has_pairs
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
 from executor_svc.cpu.kernels.quantized import int8_product, products, rows_of_x
+from executor_svc.cpu.kernels.quantized.files.panels import FilePanels
 from executor_svc.cpu.kernels.quantized.layout import STEP, PackedLayout
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps, quantize_rows, row_items
 
@@ -33,6 +34,10 @@ class PackedWeightPart:
     """[K] int64: the column of x for each column of the weight; None: the same."""
     int8: RowSteps | None = None
     """The int8 form of rows of x; None: they are multiplied as they are."""
+    file: FilePanels | None = None
+    """Of a weight in a file: `packed` has its address there, and nothing else of it."""
+    file_scales: Tensor | None = None
+    """Likewise, of scales that have a place of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class DensePart:
 
     panels: Tensor
     rows: int
+    file: FilePanels | None = None
+    """As of `PackedWeightPart`."""
 
 
 Part = PackedWeightPart | DensePart

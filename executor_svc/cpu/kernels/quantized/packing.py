@@ -110,14 +110,14 @@ def _pack(
 
         def pack_row(row: Int, _: object) -> None:
             codes = source + row * row_bytes + index * STEP
-            _pack_words(emit, bits, codes, into + row * WORD_BYTES)
+            pack_words(emit, bits, codes, into + row * WORD_BYTES)
 
         emit.loop(0, rows, 1, pack_row)
 
     emit.loop(0, steps, 1, pack_step)
 
 
-def _pack_words(emit: Emitter, bits: int, codes: Int, target: Int) -> None:
+def pack_words(emit: Emitter, bits: int, codes: Int, target: Int) -> None:
     """Emit: write the words of 32 codes of one row."""
     builder = emit.builder
     if bits == 8:

@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
+from executor_svc.cpu.kernels.codegen.emit import Emitter, Int, repeated
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.device.stored_linear import ScaleType
 
@@ -49,7 +49,7 @@ class Vectors:
         number.align = 4
         nothing = ir.Constant(ir.VectorType(kind, self.lanes), ir.Undefined)
         one = self.emit.builder.insert_element(nothing, number, ir.Constant(_I32, 0))
-        return self.emit.builder.shuffle_vector(one, nothing, ir.Constant(self.integers, [0] * self.lanes))
+        return self.emit.builder.shuffle_vector(one, nothing, repeated(self.integers, 0))
 
     def load_float(self, address: Int) -> Any:
         """Load one float into every lane."""
@@ -80,13 +80,13 @@ class Vectors:
     # ------------------------------------------------------------------ arithmetic
 
     def every(self, number: int) -> Any:
-        return ir.Constant(self.integers, [number] * self.lanes)
+        return repeated(self.integers, number)
 
     def zeros(self) -> Any:
         return self.every(0)
 
     def every_float(self, number: float) -> Any:
-        return ir.Constant(self.floats, [number] * self.lanes)
+        return repeated(self.floats, number)
 
     def fused(self, left: Any, right: Any, addend: Any) -> Any:
         """left * right + addend, rounded once."""

@@ -10,7 +10,9 @@ from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host
 from executor_svc.cpu.kernels.ranks import kernels
+from executor_svc.cpu.kernels.ranks.head_norms import norm_all_heads
 from executor_svc.cpu.kernels.ranks.memory import LINE, ExchangeMemory
+from executor_svc.device.kernels import AttentionShape, HeadNorms
 from executor_svc.device.ranks import RankEmbedding, RankError, Share
 
 ALL = 1 << 40
@@ -18,7 +20,7 @@ ALL = 1 << 40
 
 
 class CpuRanks:
-    """Implements `device.ranks.RankKernels`."""
+    """Implements `device.ranks.HeadNormRanks`."""
 
     def __init__(self, share: Share, own: CpuKernels, memory: ExchangeMemory) -> None:
         """own: the kernels of this rank's model."""
@@ -48,6 +50,10 @@ class CpuRanks:
         given = memory.sums, sizes.sums_bytes, sizes.rows_bytes, *self._awaited
         self._launch(host, num_rows, take, (*given, y.data_ptr(), 0 if bias is None else bias.data_ptr()))
         return y
+
+    def norm_all_heads(self, qkv: Tensor, norms: HeadNorms, shape: AttentionShape) -> Tensor:
+        """As in `HeadNormRanks`."""
+        return norm_all_heads(self._own.host, self, qkv, norms, shape)
 
     def embed(self, table: RankEmbedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
         """As in `RankKernels`."""

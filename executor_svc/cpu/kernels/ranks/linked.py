@@ -20,8 +20,10 @@ from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host
 from executor_svc.cpu.kernels.ranks import kernels
+from executor_svc.cpu.kernels.ranks.head_norms import norm_all_heads
 from executor_svc.cpu.kernels.ranks.launches import ALL
 from executor_svc.cpu.kernels.ranks.memory import LINE, ExchangeSizes
+from executor_svc.device.kernels import AttentionShape, HeadNorms
 from executor_svc.device.ranks import RankEmbedding, RankError, Share
 from executor_svc.ranks.hosts.exchange_links import ExchangeLinks
 from executor_svc.ranks.links import Frame, LinkClosed
@@ -56,7 +58,7 @@ def transfer(code: Code) -> str:
 
 
 class LinkedRanks:
-    """Implements `device.ranks.RankKernels`."""
+    """Implements `device.ranks.HeadNormRanks`."""
 
     def __init__(self, share: Share, own: CpuKernels, links: ExchangeLinks, sizes: ExchangeSizes) -> None:
         """own: the kernels of this rank's model."""
@@ -93,6 +95,10 @@ class LinkedRanks:
         into = y.data_ptr(), 0 if bias is None else bias.data_ptr()
         self._launch(host, num_rows, take, (self._part(0), 0, self._part_bytes, *waits, *into))
         return self._send_to_all(host, y)
+
+    def norm_all_heads(self, qkv: Tensor, norms: HeadNorms, shape: AttentionShape) -> Tensor:
+        """As in `HeadNormRanks`."""
+        return norm_all_heads(self._own.host, self, qkv, norms, shape)
 
     def embed(self, table: RankEmbedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
         """As in `RankKernels`."""

@@ -87,6 +87,9 @@ def attention_kernel(
     window,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MORE: tl.constexpr,
+    MORE_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     DECODE: tl.constexpr,
@@ -124,16 +127,23 @@ def attention_kernel(
     # Rows after the last head of the last token are padding.
     there = rows_and_columns(token < count, HEAD_SIZE, PADDED)
     first_token = start + first
-    q_places = query_places(q, rows, token, head, first_token, q_stride, group, HEAD_SIZE, PADDED)
+    q_places = query_places(q, rows, token, head, first_token, q_stride, group, WIDTH, PADDED)
     query = tl.load(q_places, mask=there, other=0.0)
-    query, inner, outer = as_multiplied(query, head, k_scale, scale, softcap, HAS_SOFTCAP, HAS_SCALES)
+    more, kv_head = query, head
+    if MORE > 0:
+        last = query_places(q + (WIDTH - MORE), rows, token, head, first_token, q_stride, group, WIDTH, MORE_PADDED)
+        more = tl.load(last, mask=rows_and_columns(token < count, MORE, MORE_PADDED), other=0.0)
+        kv_head = 0  # all heads have the same keys
+    query, more, inner, outer = as_multiplied(
+        query, more, kv_head, k_scale, scale, softcap, MORE, HAS_SOFTCAP, HAS_SCALES
+    )
     low = first_seen(position, window, HAS_WINDOW)
     high = tl.where(length > 0, position + count, 0)
     clear_from = tl.cdiv(first_seen(position + count - 1, window, HAS_WINDOW), TILE)
     acc, greatest, total = attend(
         query,
         cache,
-        head,
+        kv_head,
         block_tables + sequence.to(tl.int64) * table_stride,
         position + token,
         low // TILE,
@@ -149,8 +159,12 @@ def attention_kernel(
         inner,
         outer,
         window,
+        more,
         HEAD_SIZE,
         PADDED,
+        WIDTH,
+        MORE,
+        MORE_PADDED,
         TILE,
         HAS_WINDOW,
         HAS_SOFTCAP,
@@ -163,7 +177,7 @@ def attention_kernel(
     if HAS_SINKS:
         exponents = sink_exponents(sinks, rows, head, group, softcap, HAS_SOFTCAP)
         acc, total = with_sink(acc, greatest, total, exponents)
-    result = divided(acc, total, head, v_scale, HAS_SCALES)
+    result = divided(acc, total, kv_head, v_scale, HAS_SCALES)
     tl.store(places, result.to(out.dtype.element_ty), mask=there)
 
 
@@ -215,6 +229,8 @@ def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = N
 
 def _heads_at_once(call: AttentionCall) -> int:
     """Return the number of KV heads processed concurrently: a divisor of all, limited by keys and values in L2."""
+    if call.latent is not None:  # all have the same keys
+        return call.num_kv_heads
     head_bytes = 2 * call.max_seq_len * call.head_size * call.kv_layer.element_size()
     most = max(1, _L2_BYTES // max(1, head_bytes))
     return max(n for n in range(1, call.num_kv_heads + 1) if call.num_kv_heads % n == 0 and n <= most)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from executor_svc.device.latent import padded_latent
 from executor_svc.gpu.kernels.attention.config import (
     BLOCK_SIZES,
     HEAD_SIZES,
@@ -19,6 +20,7 @@ from executor_svc.gpu.kernels.attention.config import (
     Phase,
     attention_config,
     constants,
+    heads_of_block,
     padded,
 )
 
@@ -61,6 +63,9 @@ class AttentionCall:
     """[H] float32: one more score of each head, of no value."""
     chunk: int | None = None
     """As of `device.reference.attention`; not with a window."""
+    latent: int | None = None
+    """Columns of a latent, in the order of `device.latent`: of the one KV head of kv_layer, whose two halves are the
+    same memory. out is [T, H * latent] then."""
 
     @property
     def num_seqs(self) -> int:
@@ -72,10 +77,19 @@ class AttentionCall:
 
     @property
     def num_kv_heads(self) -> int:
+        """KV heads; among latents blocks of query heads, each with tiles of its own."""
+        if self.latent is not None:
+            return self.num_heads // heads_of_block(self.num_heads, self.q.dtype)
         return self.kv_layer.shape[2]
 
     @property
     def head_size(self) -> int:
+        """Columns of a value."""
+        return self.width if self.latent is None else self.latent
+
+    @property
+    def width(self) -> int:
+        """Columns of a query and of a row of the cache."""
         return self.q.shape[2]
 
     @property
@@ -85,12 +99,12 @@ class AttentionCall:
     @property
     def block_rows(self) -> int:
         """Rows [D] from one block to the next."""
-        return self.kv_layer.stride(0) // self.head_size
+        return self.kv_layer.stride(0) // self.width
 
     @property
     def value_rows(self) -> int:
         """Rows [D] from a block's keys to its values."""
-        return self.kv_layer.stride(1) // self.head_size
+        return self.kv_layer.stride(1) // self.width
 
     @property
     def block_bits(self) -> int:
@@ -130,6 +144,7 @@ class AttentionCall:
             self._num_rows < MOST_ROWS,
             self.sinks is not None,
             self.chunk is not None,
+            0 if self.latent is None else self.width - padded_latent(self.latent),
         )
 
     @property
@@ -137,7 +152,7 @@ class AttentionCall:
         """Rows [D] from the first block's beginning to the last one's end."""
         layer = self.kv_layer
         last = sum((size - 1) * stride for size, stride in zip(layer.shape, layer.stride(), strict=True))
-        return last // self.head_size + 1
+        return last // self.width + 1
 
     def config(self, phase: Phase, arch: int) -> AttentionConfig:
         """Return the tiles of this call on a GPU of compute capability `arch`; raises ValueError."""
@@ -177,21 +192,27 @@ class AttentionCall:
         _need(self.window is None or self.chunk is None, "chunk", "must not be given with a window")
 
     def _check_q(self) -> None:
-        q, out = self.q, self.out
+        q, out, latent = self.q, self.out, self.latent
         _need(q.dtype in _DTYPES, "q", "must be bfloat16, float16 or float32")
-        _need(q.dim() == 3 and q.shape[2] in HEAD_SIZES, "q", f"must be [T, H, D] with D one of {HEAD_SIZES}")
+        if latent is None:
+            _need(q.dim() == 3 and q.shape[2] in HEAD_SIZES, "q", f"must be [T, H, D] with D one of {HEAD_SIZES}")
+        else:
+            _need(0 < latent <= HEAD_SIZES[-1], "latent", f"must be 1 to {HEAD_SIZES[-1]}")
+            fits = q.dim() == 3 and not q.shape[2] % 16 and 0 < q.shape[2] - padded_latent(latent) <= HEAD_SIZES[-1]
+            _need(fits, "q", "must be [T, H, P], in whole 16s, with a latent's columns and others")
         _need(q.stride(2) == 1 and q.stride(1) == q.shape[2], "q", "must be contiguous within a token")
         _need(q.stride(0) % 16 == 0 and q.data_ptr() % 16 == 0, "q", "must have tokens at multiples of 16")
         _need(out.dtype == q.dtype and out.is_contiguous(), "out", "must be contiguous and of the dtype of q")
-        _need(out.shape == (q.shape[0], q.shape[1] * q.shape[2]), "out", "must be [T, H * D]")
+        _need(out.shape == (q.shape[0], q.shape[1] * self.head_size), "out", "must be [T, H * D]")
         _need(out.data_ptr() % 16 == 0, "out", "must start at a multiple of 16 bytes")
 
     def _check_cache(self) -> None:
         cache, scales = self.kv_layer, (self.k_scale, self.v_scale)
         _need(cache.dim() == 5 and cache.shape[1] == 2, "kv_layer", "must be [N, 2, KVH, B, D]")
-        _need(cache.shape[4] == self.head_size, "kv_layer", "must have the head size of q")
+        _need(cache.shape[4] == self.width, "kv_layer", "must have the head size of q")
+        _need(self.latent is None or cache.shape[2] == 1, "kv_layer", "must have one KV head of latents")
         _need(self.block_size in BLOCK_SIZES, "kv_layer", f"must have a block size of {BLOCK_SIZES}")
-        size, heads = self.head_size, self.block_size * self.head_size
+        size, heads = self.width, self.block_size * self.width
         whole = cache.stride()[2:] == (heads, size, 1) and not any(stride % size for stride in cache.stride()[:2])
         _need(whole and cache.data_ptr() % 16 == 0, "kv_layer", "must have contiguous heads, at a multiple of 16")
         _need(self.num_heads % self.num_kv_heads == 0, "kv_layer", "must have KV heads that divide the heads of q")
@@ -201,7 +222,7 @@ class AttentionCall:
             return
         _need(self.q.dtype != torch.float32, "q", "must be bfloat16 or float16 with a cache in float8_e4m3fn")
         for name, each in zip(("k_scale", "v_scale"), scales, strict=True):
-            fits = each is not None and each.dtype == torch.float32 and each.shape == (self.num_kv_heads,)
+            fits = each is not None and each.dtype == torch.float32 and each.shape == (cache.shape[2],)
             _need(fits and each is not None and each.is_contiguous(), name, "must be [KVH] float32")
 
     def _check_batch(self) -> None:

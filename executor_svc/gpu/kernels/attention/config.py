@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from executor_svc.device.latent import padded_latent
+
 HEAD_SIZES = (64, 80, 96, 128, 256, 512)
 BLOCK_SIZES = (8, 16, 32, 64)
 """Supported block sizes, powers of 2: arguments of a launch."""
@@ -73,11 +75,18 @@ class AttentionKind:
     """Whether the pool has fewer rows, those of other layers included, than MOST_ROWS."""
     sinks: bool = False
     chunked: bool = False
+    more: int = 0
+    """Columns that a key has beside its latent, which is its value too; 0: values are numbers of their own."""
 
     @property
     def scales(self) -> bool:
         """Whether the cache is in fp8."""
         return self.kv_dtype != self.dtype
+
+    @property
+    def width(self) -> int:
+        """Columns of a query and of a row of the cache."""
+        return padded_latent(self.head_size) + self.more if self.more else self.head_size
 
     @property
     def wide(self) -> bool:
@@ -198,6 +207,35 @@ _HOPPER_COPIED = _HOPPER | {
 """Tiles for the copy engine, no longer than a block of COPIED_BLOCK tokens; that of ("16", 128) measured on an H100."""
 _HOPPER_COPIED_MANY = _HOPPER_COPIED | {("16", 128): AttentionConfig(128, 64, 8, 3)}
 """For more query heads per KV head than 64 rows hold."""
+_LATENT = {
+    ("16", False): AttentionConfig(DECODE_ROWS, 64, 8, 3),
+    ("fp8", False): AttentionConfig(DECODE_ROWS, 64, 8, 3),
+    ("32", False): AttentionConfig(DECODE_ROWS, 32, 8, 2),
+    ("16", True): AttentionConfig(DRAFTS_ROWS, 32, 8, 3),
+    ("fp8", True): AttentionConfig(DRAFTS_ROWS, 16, 8, 3),
+    ("32", True): AttentionConfig(DECODE_ROWS, 32, 8, 2),
+}
+"""Tiles among latents, by dtype and whether a tile has more rows than a decode needs; not measured.
+
+Keys are their own values, so that a tile of 64 keys has the memory of two. Rows are few for the 512 columns of sums.
+"""
+_LATENT_AMPERE = _LATENT | {("16", False): AttentionConfig(DECODE_ROWS, 32, 8, 3)}
+_LATENT_NARROW = {("16", False): AttentionConfig(DECODE_ROWS, 32, 4, 3)}
+"""For up to 256 columns: with 8 warps split decodes spill."""
+_LATENT_SMALL = {
+    ("16", False): AttentionConfig(DECODE_ROWS, 16, 8, 3),
+    ("fp8", False): AttentionConfig(DECODE_ROWS, 32, 8, 2),
+    ("32", False): AttentionConfig(DECODE_ROWS, 16, 8, 2),
+    ("16", True): AttentionConfig(DRAFTS_ROWS, 16, 8, 2),
+    ("fp8", True): AttentionConfig(DRAFTS_ROWS, 16, 8, 2),
+    ("32", True): AttentionConfig(DECODE_ROWS, 16, 8, 2),
+}
+
+
+def heads_of_block(num_heads: int, dtype: torch.dtype) -> int:
+    """Return how many query heads a tile has among latents, which are the keys of all heads."""
+    most = _LATENT["32" if dtype == torch.float32 else "16", True].rows
+    return max(heads for heads in range(1, most + 1) if num_heads % heads == 0)
 
 
 def padded(head_size: int) -> int:
@@ -214,6 +252,10 @@ def attention_config(kind: AttentionKind, phase: Phase, arch: int) -> AttentionC
     if kind.kv_dtype == torch.float8_e4m3fn and arch < 90:
         raise ValueError("kv_layer must not be in float8_e4m3fn below compute capability 90")
     width = "32" if kind.dtype == torch.float32 else "fp8" if kind.scales else "16"
+    if kind.more:
+        latents = _LATENT_SMALL if arch in _SMALL_ARCHS else _LATENT_AMPERE if arch < 90 else _LATENT
+        latents = latents | _LATENT_NARROW if kind.head_size <= 256 else latents
+        return latents[width, kind.wide or phase not in _DECODES]
     copies = _may_copy(kind, phase, arch)
     config = _table(kind, phase, arch, copies).get((width, padded(kind.head_size)))
     if config is None:
@@ -263,6 +305,9 @@ def constants(kind: AttentionKind, config: AttentionConfig) -> dict[str, Any]:
     return {
         "HEAD_SIZE": kind.head_size,
         "PADDED": padded(kind.head_size),
+        "WIDTH": kind.width,
+        "MORE": kind.more,
+        "MORE_PADDED": padded(kind.more) if kind.more else 0,
         "ROWS": config.rows,
         "TILE": config.tile,
         "HAS_WINDOW": 2 if kind.chunked else kind.window,

@@ -20,18 +20,18 @@ def keys_to_read(tile, low, high, TILE: tl.constexpr):
 
 
 @triton.jit
-def places_of(keys, ids, kv_head, block_rows, block_size, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
+def places_of(keys, ids, kv_head, block_rows, block_size, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Return addresses [TILE, PADDED] of keys [TILE] in the blocks `ids` [TILE].
 
     kv_head: address of this KV head's keys in the cache's first block.
     """
-    rows = ids.to(tl.int64) * (block_rows * HEAD_SIZE) + (keys & (block_size - 1)) * HEAD_SIZE
+    rows = ids.to(tl.int64) * (block_rows * WIDTH) + (keys & (block_size - 1)) * WIDTH
     return kv_head + rows[:, None] + tl.arange(0, PADDED)
 
 
 @triton.jit
 def loaded(places, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Load from the places [TILE, PADDED]; 0 beyond the head size."""
+    """Load from the places [TILE, PADDED]; 0 from the column HEAD_SIZE on."""
     if HEAD_SIZE == PADDED:
         numbers = tl.load(places)
     else:
@@ -65,8 +65,12 @@ def attend(
     inner,
     outer,
     window,
+    q_more,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MORE: tl.constexpr,
+    MORE_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -88,10 +92,12 @@ def attend(
         begin, end: the loop covers tiles begin to end - 1 of the sequence's keys.
         low, high: some row attends to each of the keys low to high - 1; other keys have no effect.
         clear_from, clear_to: every row attends to all keys of the tiles clear_from to clear_to - 1.
+        q_more: [ROWS, MORE_PADDED], of queries what only keys have: the last MORE of their WIDTH columns. The first
+        HEAD_SIZE are values too, as latents are. Anything, with MORE 0: values are numbers of their own.
         segments: None, or index of the first segment and tiles of a segment, the sequence's first tile, and what
         `record` writes to: what is returned is of the last segment then, the others are recorded.
     """
-    rows = (q, positions, inner, outer, window, clear_from, clear_to)
+    rows = (q, positions, inner, outer, window, clear_from, clear_to, q_more)
     sums = nothing_yet(q)
     if COPIES:
         sums = attend_copied(
@@ -101,7 +107,7 @@ def attend(
     else:
         sums = attend_loaded(
             rows, sums, cache, head, table, begin, end, low, high, block_rows, value_rows, block_size, block_bits,
-            segments, HEAD_SIZE, PADDED, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
+            segments, HEAD_SIZE, PADDED, WIDTH, MORE, MORE_PADDED, TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES,
         )  # fmt: skip
     acc, greatest, total = sums
     return acc, greatest * outer, total
@@ -125,23 +131,32 @@ def attend_loaded(
     segments,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MORE: tl.constexpr,
+    MORE_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Return `sums` with the tiles begin to end - 1 added; reads no key before `low` or from `high` on."""
-    kv_head, value_offset = cache + head * (block_size * HEAD_SIZE), value_rows * HEAD_SIZE
+    kv_head, value_offset = cache + head * (block_size * WIDTH), value_rows * WIDTH
     # Loaded one tile ahead: loads of keys and values would otherwise wait for the ids.
     ids = tl.load(table + (keys_to_read(begin, low, high, TILE) >> block_bits))
     segment = first_segment(segments)
     for tile in tl.range(begin, end, num_stages=STAGES):
         keys = keys_to_read(tile, low, high, TILE)
-        places = places_of(keys, ids, kv_head, block_rows, block_size, HEAD_SIZE, PADDED)
+        places = places_of(keys, ids, kv_head, block_rows, block_size, WIDTH, PADDED)
+        more = None
+        if MORE > 0:
+            last = places_of(keys, ids, kv_head + (WIDTH - MORE), block_rows, block_size, WIDTH, MORE_PADDED)
+            more = loaded(last, MORE, MORE_PADDED)
         ids = tl.load(table + (keys_to_read(tile + 1, low, high, TILE) >> block_bits))
         k = loaded(places, HEAD_SIZE, PADDED)
-        v = loaded(places + value_offset, HEAD_SIZE, PADDED)
-        sums = weigh(rows, sums, k, v, tile, False, TILE, HAS_WINDOW, HAS_SOFTCAP)
+        v = k
+        if MORE == 0:
+            v = loaded(places + value_offset, HEAD_SIZE, PADDED)
+        sums = weigh(rows, sums, k, more, v, tile, False, TILE, HAS_WINDOW, HAS_SOFTCAP)
         if segments is not None:
             sums, segment = recorded_at_edge(rows, sums, tile, end, segment, segments, HEAD_SIZE, PADDED)
     return sums
@@ -178,7 +193,7 @@ def attend_copied(
         block = tl.load(table + tl.minimum(tile + 1, end - 1) * TILE // BLOCK_SIZE)
         k = cache.load([row, 0])
         v = cache.load([row + value_rows, 0])
-        sums = weigh(rows, sums, k, v, tile, False, TILE, HAS_WINDOW, HAS_SOFTCAP)
+        sums = weigh(rows, sums, k, None, v, tile, False, TILE, HAS_WINDOW, HAS_SOFTCAP)
         if segments is not None:
             sums, segment = recorded_at_edge(rows, sums, tile, end, segment, segments, HEAD_SIZE, PADDED)
     if whole < end:
@@ -188,5 +203,5 @@ def attend_copied(
         # Masked values have weight 0, and may be NaN.
         seen = whole * TILE + tl.arange(0, TILE) < high
         v = tl.where(seen[:, None], v.to(rows[0].dtype), 0.0)
-        sums = weigh(rows, sums, k, v, whole, True, TILE, HAS_WINDOW, HAS_SOFTCAP)
+        sums = weigh(rows, sums, k, None, v, whole, True, TILE, HAS_WINDOW, HAS_SOFTCAP)
     return sums

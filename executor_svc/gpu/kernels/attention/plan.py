@@ -45,7 +45,11 @@ class GpuAttentionPlan:
         self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_seqs, num_tables, padded(width), dtype=torch.int32, device=device)
-        self._scratch = SegmentScratch.of(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms, device)
+        if shape.latent is None:
+            sizes = shape.num_heads, shape.num_kv_heads, shape.padded_head_size
+            self._scratch = SegmentScratch.of(*sizes, num_sms, device)
+        else:
+            self._scratch = SegmentScratch.of_latents(shape.latent, num_sms, device)
         ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)
         self._unscaled = KVScales(ones, ones)
         self._num_seqs = self._max_query_len = self._max_seq_len = 0
@@ -108,9 +112,10 @@ class GpuAttentionPlan:
             None if scales is None else scales.v,
             sinks,
             shape.chunk,
+            shape.latent,
         )
         kind, lengths = call.kind, (self._max_query_len, self._max_seq_len)
-        if default_segments(kind).wants_split(seqs, shape.num_kv_heads, *lengths, self._num_sms, split_tokens(kind)):
+        if default_segments(kind).wants_split(seqs, call.num_kv_heads, *lengths, self._num_sms, split_tokens(kind)):
             split_attention(call, self._arch, self._scratch, self._num_sms)
         else:
             attention(call, self._arch)

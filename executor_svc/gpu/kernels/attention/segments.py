@@ -8,12 +8,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from executor_svc.gpu.kernels.attention.config import AttentionKind
+from executor_svc.gpu.kernels.attention.config import DRAFTS_ROWS, AttentionKind
 
 MAX_SEGMENTS = 128
 """Maximum segments of a sequence: all their weights are held at once to merge them."""
 _MAX_PROGRAMS_PER_SM = 4
-"""A batch is split as long as two programs for each of its KV heads are no more than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,8 @@ class Segments:
     """Target number of programs per SM: as many as run at once."""
     most: int = MAX_SEGMENTS
     """Maximum segments of a sequence; a power of 2."""
+    split_below: int = _MAX_PROGRAMS_PER_SM
+    """A batch is split as long as two programs for each of its KV heads are no more than so many for each SM."""
 
     def max_segments(self, num_kv_heads: int, num_sms: int) -> int:
         """Return the maximum segments of a sequence, a power of 2 with which one sequence fills the GPU."""
@@ -35,7 +36,7 @@ class Segments:
     def parts(self, num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
         """Return the number of programs that share the segments of a sequence's KV head."""
         heads = num_seqs * num_kv_heads
-        least = 2 if 2 * heads <= _MAX_PROGRAMS_PER_SM * num_sms else 1
+        least = 2 if 2 * heads <= self.split_below * num_sms else 1
         wanted = max(least, self.programs_per_sm * num_sms // heads)
         return min(wanted, self.max_segments(num_kv_heads, num_sms))
 
@@ -52,17 +53,21 @@ class Segments:
 
     def max_tokens(self, num_kv_heads: int, num_sms: int) -> int:
         """Return the most tokens of a batch that is split: as many as sequences of one token, in the same memory."""
-        return _MAX_PROGRAMS_PER_SM * num_sms // (2 * num_kv_heads)
+        return self.split_below * num_sms // (2 * num_kv_heads)
 
 
 SEGMENTS = Segments()
 """Measured on an H200 with a bf16 cache: `tune-split` in benchmarks/results/gpu_kernels.jsonl."""
 FP8_SEGMENTS = Segments(programs_per_sm=4)
 """For caches in fp8: some of their tiles have 2 warps only, and they were never measured with fewer programs."""
+LATENT_SEGMENTS = Segments(programs_per_sm=1, most=64, split_below=2)
+"""Among latents, whose tiles have the shared memory of an SM; not measured."""
 
 
 def default_segments(kind: AttentionKind) -> Segments:
     """Return the default numbers."""
+    if kind.more:
+        return LATENT_SEGMENTS
     return FP8_SEGMENTS if kind.scales else SEGMENTS
 
 
@@ -91,6 +96,16 @@ class SegmentScratch:
         return cls(
             torch.empty(size, dtype=torch.float32, device=device),
             torch.zeros(tokens * num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+    @classmethod
+    def of_latents(cls, latent: int, num_sms: int, device: torch.device) -> Self:
+        """Allocate what any such batch needs at most among latents, with a segment for each program."""
+        programs = max(LATENT_SEGMENTS.split_below, LATENT_SEGMENTS.programs_per_sm) * num_sms
+        size = programs * DRAFTS_ROWS * (latent + 2)
+        return cls(
+            torch.empty(size, dtype=torch.float32, device=device),
+            torch.zeros(programs, dtype=torch.int32, device=device),
         )
 
     def check(self, num_floats: int, num_counters: int) -> None:

@@ -2,6 +2,7 @@
 
 As in Flash-Decoding (Dao et al., 2023); a sequence has one token, or as many as fit a tile, such as drafts. Segments
 depend on the sequence's length, the model and the GPU, not on the batch; the number of programs depends on the batch.
+Among latents each program has one segment, since what it leaves is as large as many keys; a second kernel merges them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from executor_svc.gpu.kernels.attention.call import AttentionCall
 from executor_svc.gpu.kernels.attention.config import DRAFTS_ROWS, AttentionKind, Phase
 from executor_svc.gpu.kernels.attention.keys import attend
-from executor_svc.gpu.kernels.attention.merge import write_merged
+from executor_svc.gpu.kernels.attention.merge import merge_segments, write_merged
 from executor_svc.gpu.kernels.attention.records import record, segments_of
 from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, Segments, SegmentScratch, default_segments
 from executor_svc.gpu.kernels.attention.tile import (
@@ -30,6 +31,9 @@ from executor_svc.gpu.kernels.attention.tile import (
 )
 from executor_svc.gpu.kernels.attention.variants import cases, variants_of
 from executor_svc.gpu.kernels.variant import Variant
+
+_SCRATCH = {"sums": "*fp32", "stats": "*fp32", "counters": "*i32"}
+"""Types of its arguments."""
 
 
 def split_tokens(kind: AttentionKind) -> int:
@@ -84,6 +88,9 @@ def split_kernel(
     window,
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MORE: tl.constexpr,
+    MORE_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -93,12 +100,13 @@ def split_kernel(
     COPIES: tl.constexpr,
     STAGES: tl.constexpr,
     MANY: tl.constexpr,
+    MERGES: tl.constexpr,
     MOST: tl.constexpr,
 ):
     """Process one of `parts` runs of segments of one sequence's KV head.
 
     Writes weighted values to sums [S, KVH, segments, max_tokens * H / KVH, D], and maximum and sum of the weights to
-    stats [the same, 2]. The last of a KV head's programs to end, found by counters [S, KVH], merges the segments.
+    stats [the same, 2]. With MERGES the last of a KV head's programs to end, found by counters [S, KVH], merges them.
     Without MANY max_tokens is 1.
     """
     program = tl.program_id(0)
@@ -125,16 +133,23 @@ def split_kernel(
         return
     there = rows_and_columns(rows < num_rows, HEAD_SIZE, PADDED)
     low = first_seen(position, window, HAS_WINDOW)
-    q_places = query_places(q, rows, token, head, start, q_stride, group, HEAD_SIZE, PADDED)
+    q_places = query_places(q, rows, token, head, start, q_stride, group, WIDTH, PADDED)
     query = tl.load(q_places, mask=there, other=0.0)
-    query, inner, outer = as_multiplied(query, head, k_scale, scale, softcap, HAS_SOFTCAP, HAS_SCALES)
+    more, kv_head = query, head
+    if MORE > 0:
+        last = query_places(q + (WIDTH - MORE), rows, token, head, start, q_stride, group, WIDTH, MORE_PADDED)
+        more = tl.load(last, mask=rows_and_columns(rows < num_rows, MORE, MORE_PADDED), other=0.0)
+        kv_head = 0  # all heads have the same keys
+    query, more, inner, outer = as_multiplied(
+        query, more, kv_head, k_scale, scale, softcap, MORE, HAS_SOFTCAP, HAS_SCALES
+    )
     first_record = (sequence * num_kv_heads + head).to(tl.int64) * (segments * records)
     values, weights = sums + first_record * HEAD_SIZE, stats + first_record * 2
     kept = values, weights, records, there, rows < num_rows
     acc, greatest, total = attend(
         query,
         cache,
-        head,
+        kv_head,
         block_tables + sequence.to(tl.int64) * table_stride,
         position + token,
         begin + first * size,
@@ -150,8 +165,12 @@ def split_kernel(
         inner,
         outer,
         window,
+        more,
         HEAD_SIZE,
         PADDED,
+        WIDTH,
+        MORE,
+        MORE_PADDED,
         TILE,
         HAS_WINDOW,
         HAS_SOFTCAP,
@@ -164,19 +183,20 @@ def split_kernel(
         if HAS_SINKS:
             exponents = sink_exponents(sinks, rows, head, group, softcap, HAS_SOFTCAP)
             acc, total = with_sink(acc, greatest, total, exponents)
-        result = divided(acc, total, head, v_scale, HAS_SCALES)
+        result = divided(acc, total, kv_head, v_scale, HAS_SCALES)
         tl.store(places, result.to(out.dtype.element_ty), mask=there)
     else:
         record((acc, greatest, total), after - 1, kept, HEAD_SIZE, PADDED)
-        counter = counters + sequence * num_kv_heads + head
-        # Records of all threads are written before one thread counts, and read after.
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(count, parts) - 1:
-            tl.store(counter, 0)
-            write_merged(
-                values, weights, records, num_rows, count, out, v_scale, sinks, head, start, num_kv_heads, group,
-                softcap, HEAD_SIZE, PADDED, MOST, HAS_SCALES, HAS_SINKS, HAS_SOFTCAP,
-            )  # fmt: skip
+        if MERGES:
+            counter = counters + sequence * num_kv_heads + head
+            # Records of all threads are written before one thread counts, and read after.
+            tl.debug_barrier()
+            if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(count, parts) - 1:
+                tl.store(counter, 0)
+                write_merged(
+                    values, weights, records, 0, num_rows, count, out, v_scale, sinks, head, kv_head, start,
+                    num_kv_heads, group, softcap, HEAD_SIZE, PADDED, MOST, HAS_SCALES, HAS_SINKS, HAS_SOFTCAP,
+                )  # fmt: skip
 
 
 def split_attention(
@@ -191,7 +211,9 @@ def split_attention(
     tokens = split_tokens(call.kind)
     if call.max_query_len > tokens:
         raise ValueError(f"max_query_len must be at most {tokens} for attention to be split")
-    most = segments.max_segments(call.num_kv_heads, num_sms)
+    merges = call.latent is None
+    parts = segments.parts(call.num_seqs, call.num_kv_heads, num_sms) if call.num_seqs else 1
+    most = segments.max_segments(call.num_kv_heads, num_sms) if merges else parts
     records = call.num_seqs * call.max_query_len * call.num_heads * most
     scratch.check(records * (call.head_size + 2), call.num_seqs * call.num_kv_heads)
     if not call.num_seqs:
@@ -199,7 +221,6 @@ def split_attention(
     many = call.max_query_len > 1
     config = call.config(Phase.DRAFTS if many else Phase.SPLIT, arch)
     sums, stats = scratch.floats, scratch.floats[records * call.head_size :]
-    parts = segments.parts(call.num_seqs, call.num_kv_heads, num_sms)
     least_tiles = max(1, segments.least_keys // config.tile)
     scale, softcap = call.factors()
     split_kernel[(call.num_seqs * parts * call.num_kv_heads,)](
@@ -230,16 +251,18 @@ def split_attention(
         scale,
         softcap,
         call.span,
-        **_split_constants(many),
+        **_split_constants(many, merges),
         **call.constants(config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
+    if not merges:
+        merge_segments(call, config, sums, stats, most, least_tiles)
 
 
-def _split_constants(many: bool) -> dict[str, Any]:
-    return {"MANY": many, "MOST": MAX_SEGMENTS}
+def _split_constants(many: bool, merges: bool) -> dict[str, Any]:
+    return {"MANY": many, "MERGES": merges, "MOST": MAX_SEGMENTS}
 
 
 def variants() -> list[Variant]:
@@ -249,6 +272,8 @@ def variants() -> list[Variant]:
 
 
 def _variants(phase: Phase, mark: str) -> list[Variant]:
-    scratch = {"sums": "*fp32", "stats": "*fp32", "counters": "*i32"}
-    fixed = _split_constants(phase is Phase.DRAFTS)
-    return variants_of(split_kernel, f"attention split{mark}", phase, cases(phase), lambda _: fixed, scratch)
+    name, many = f"attention split{mark}", phase is Phase.DRAFTS
+    known = [kind for kind in cases(phase) if not kind.more]
+    latents = [kind for kind in cases(phase) if kind.more]
+    found = variants_of(split_kernel, name, phase, known, lambda _: _split_constants(many, True), _SCRATCH)
+    return found + variants_of(split_kernel, name, phase, latents, lambda _: _split_constants(many, False), _SCRATCH)

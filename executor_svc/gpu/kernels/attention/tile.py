@@ -24,12 +24,12 @@ def first_seen(position, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def query_places(base, rows, token, head, first, stride, group, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Return addresses [ROWS, PADDED] of a tile's rows, in a tensor at `base` of tokens `stride` apart.
+def query_places(base, rows, token, head, first, stride, group, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Return addresses [ROWS, PADDED] of a tile's rows, in a tensor at `base` of tokens `stride` and heads WIDTH apart.
 
     Row r is query head r % group of this KV head, of the token at index token[r] [ROWS] after the first.
     """
-    offsets = token * stride + (head * group + rows % group) * HEAD_SIZE
+    offsets = token * stride + (head * group + rows % group) * WIDTH
     return base + first.to(tl.int64) * stride + (offsets[:, None] + tl.arange(0, PADDED)[None, :])
 
 
@@ -43,8 +43,12 @@ def rows_and_columns(rows, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def as_multiplied(q, head, k_scale, scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr):
+def as_multiplied(
+    q, more, head, k_scale, scale, softcap, MORE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr
+):
     """Return q [ROWS, PADDED] for the product with keys, and two factors per row: of q k, and of the capped score.
+
+    more: with MORE, further columns of the queries; those for the product come second.
 
     Keys and values in fp8 are multiplied in fp16, which represents them exactly: a power of 2 per row scales q into its
     range. Values below 2^-14 of a row's largest lose bits by that, less than the row's rounding.
@@ -54,15 +58,19 @@ def as_multiplied(q, head, k_scale, scale, softcap, HAS_SOFTCAP: tl.constexpr, H
         factor *= tl.load(k_scale + head)
         if q.dtype != tl.float16:
             greatest = tl.max(tl.abs(q.to(tl.float32)), 1)
+            if MORE > 0:
+                greatest = tl.maximum(greatest, tl.max(tl.abs(more.to(tl.float32)), 1))
             # At least 2^-63: a factor of 0 would turn a score of -inf into NaN.
             exponent = tl.maximum(greatest.to(tl.int32, bitcast=True) & 0x7F800000, 0x20000000)
             inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
             q = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
+            if MORE > 0:
+                more = (more.to(tl.float32) * inverse[:, None]).to(tl.float16)
             factor *= exponent.to(tl.float32, bitcast=True)
     outer = factor
     if HAS_SOFTCAP:
         outer = tl.zeros([q.shape[0]], tl.float32) + softcap
-    return q, factor, outer
+    return q, more, factor, outer
 
 
 @triton.jit
@@ -77,6 +85,7 @@ def weigh(
     rows,
     sums,
     k,
+    more,
     v,
     tile,
     LAST: tl.constexpr,
@@ -87,16 +96,19 @@ def weigh(
     """Return sums with one more tile of keys and values.
 
     Args:
-        rows: q [ROWS, PADDED], positions [ROWS], both factors of `as_multiplied`, the window, and clear_from and
-        clear_to, all as in `attend`.
+        rows: q [ROWS, PADDED], positions [ROWS], both factors of `as_multiplied`, the window, clear_from and clear_to,
+        and further columns of q, all as in `attend`.
         sums: weighted values [ROWS, PADDED], each row's maximum score and its sum of weights.
         k, v: [TILE, PADDED].
+        more: further columns of keys, [TILE, MORE_PADDED]; None: there are none.
         tile: index of the tile in the sequence.
         LAST: whether the tile may have masked keys at its end.
     """
-    q, positions, inner, outer, window, clear_from, clear_to = rows
+    q, positions, inner, outer, window, clear_from, clear_to, q_more = rows
     acc, greatest, total = sums
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if more is not None:
+        scores = tl.dot(q_more, tl.trans(more.to(q.dtype)), scores, input_precision="ieee")
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1); the softmax needs no 1, and the outer factor includes the 2.
         scores = -1.0 / (tl.exp2(scores * inner[:, None]) + 1.0)

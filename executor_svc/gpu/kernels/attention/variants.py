@@ -39,6 +39,8 @@ _WGMMA_ROWS = 64
 """Rows of the products of a Hopper GPU's tensor cores that are faster than others."""
 _WIDE_GROUP = 17
 """A number of query heads per KV head that does not fit a decode tile."""
+_LATENTS = ((512, 64), (256, 32))
+"""Columns of latents, and of the rotated keys beside them: DeepSeek's and MiniCPM3's."""
 
 
 def name_of(kind: AttentionKind) -> str:
@@ -53,6 +55,7 @@ def name_of(kind: AttentionKind) -> str:
         "sinks": kind.sinks,
         "wide": kind.wide,
         "copied": copied,
+        "latent": kind.more > 0,
     }
     return " ".join([f"{kind.head_size} {_TYPES[kind.dtype]}{kv}", *(name for name, there in marks.items() if there)])
 
@@ -71,6 +74,10 @@ def cases(phase: Phase) -> Iterator[AttentionKind]:
                 yield kind
             if head_size == _CHUNKED and window and not softcap and not sinks and block_size == _ANY_BLOCK:
                 yield replace(kind, chunked=True)
+
+    for (latent, rope), (dtype, kv_dtype), group in product(_LATENTS, _dtypes(), groups):
+        if dtype != torch.float32 or (phase is not Phase.DRAFTS and group == 1):
+            yield AttentionKind(latent, dtype, kv_dtype, _ANY_BLOCK, group, more=rope)
 
 
 def _dtypes() -> Iterator[tuple[torch.dtype, torch.dtype]]:

@@ -115,13 +115,17 @@ def test_activations_without_gate(seed: int, rows: int, width: int, dtype: torch
     rows=st.integers(1, 20),
     width=widths,
     gaps=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    beside=st.integers(0, 40),
     dtype=dtypes,
     name=st.sampled_from(get_args(FactorActivation)),
 )
 def test_activations_times_factors(
-    seed: int, rows: int, width: int, gaps: tuple[int, int], dtype: torch.dtype, name: FactorActivation
+    seed: int, rows: int, width: int, gaps: tuple[int, int], beside: int, dtype: torch.dtype, name: FactorActivation
 ) -> None:
-    x, factors = (randn(seed, rows, width) * 4).to(dtype), torch.full((rows, sum(gaps) + width), float("nan"))
+    """beside: columns between the rows of x."""
+    x, factors = torch.full((rows, width + beside), float("nan")), torch.full((rows, sum(gaps) + width), float("nan"))
+    x[:, :width] = randn(seed, rows, width) * 4
+    x = x.to(dtype)[:, :width]
     factors[:, gaps[0] : gaps[0] + width] = randn(seed + 1, rows, width)
     factors = factors.to(dtype)
     found = KERNELS.activate_times(x, factors, gaps[0], name)
@@ -257,11 +261,13 @@ def test_picked_rows(seed: int, rows: int, width: int, dtype: torch.dtype, scale
         [(1, 2, 2, 2), (2, 1, 10, 10), (1, 3, 16, 16), (2, 2, 16, 4), (1, 4, 20, 20), (3, 1, 20, 14), (1, 5, 64, 48)]
     ),
     block_size=st.sampled_from([8, 16, 32, 64]),
+    gates=st.integers(0, 2),
     dtype=dtypes,
 )
 def test_rope_and_cache_write(
-    seed: int, tokens: int, sizes: tuple[int, int, int, int], block_size: int, dtype: torch.dtype
+    seed: int, tokens: int, sizes: tuple[int, int, int, int], block_size: int, gates: int, dtype: torch.dtype
 ) -> None:
+    """gates: heads before the queries of each row, which stay as they are."""
     kv_heads, group, head_size, rotary = sizes
     padded = KERNELS.padded_head_size(head_size)
     shape = AttentionShape(kv_heads * group, kv_heads, head_size, padded, 1.0)
@@ -276,7 +282,10 @@ def test_rope_and_cache_write(
     tables = RotaryTables(config, 300, dtype, torch.device("cpu"))
     batch = flat_batch([(0, tokens)], [list(range(40 // block_size + 1))], block_size, [0] * tokens)
     plan = plan_for(KERNELS, shape, replace(batch, slot_mapping=slots))
-    q = KERNELS.rope_write_kv(heads.view(tokens, -1), tables.new(positions), cache, shape, plan)
+    row = torch.full((tokens, gates + heads.shape[1], padded), float("nan"), dtype=dtype)
+    row[:, gates:] = heads
+    q = KERNELS.rope_write_kv(row.flatten(1)[:, gates * padded :], tables.new(positions), cache, shape, plan)
+    assert row[:, :gates].isnan().all()
 
     angles = positions[:, None].double() * inverse_frequencies(config, 300)
     expected = reference.rope(before[:, : shape.num_heads + kv_heads, :head_size], angles)

@@ -156,9 +156,10 @@ def test_what_is_refused(call: Callable[[], None], message: str) -> None:
 def test_activations_times_factors(
     seed: int, rows: int, width: int, dtype: torch.dtype, name: FactorActivation, device: torch.device
 ) -> None:
-    x, wide = (randn(seed, rows, width) * 4).to(dtype), randn(seed + 1, rows, width + 9).to(dtype)
+    beside, wide = (randn(seed, rows, width + 3) * 4).to(dtype).to(device), randn(seed + 1, rows, width + 9).to(dtype)
+    x = beside[:, :width].cpu()
     out = torch.full((rows + 1, width), float("nan"), dtype=dtype, device=device)
-    activation.activate_times(x.to(device), wide.to(device)[:, 4 : width + 4], name, out[:rows])
+    activation.activate_times(beside[:, :width], wide.to(device)[:, 4 : width + 4], name, out[:rows])
     activated = x.double().sigmoid() if name == "sigmoid" else reference.gelu_tanh(x)
     expected = activated * wide[:, 4 : width + 4].double()
     torch.testing.assert_close(out[:rows].cpu().double(), expected, rtol=3 * UNIT[dtype] + 16 * EXP, atol=1e-5)

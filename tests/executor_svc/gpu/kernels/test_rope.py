@@ -70,14 +70,23 @@ class Step:
         memory[:, 0] = NAN
         return memory.to(dtype)[:, 1]
 
-    def run(self, device: torch.device, cache: Tensor, by_position: bool = True, in_place: bool = False, **more: Any):
-        """Return q [T, H, D], the cache, and qkv afterwards."""
+    def run(
+        self,
+        device: torch.device,
+        cache: Tensor,
+        by_position: bool = True,
+        in_place: bool = False,
+        gates: int = 0,
+        **more: Any,
+    ):
+        """Return q [T, H, D], the cache, and qkv afterwards; gates: heads before the queries of each row."""
         cos, sin = self.tables()
         if not by_position:
             cos, sin = cos[self.positions], sin[self.positions]
         tokens, (num_heads, _, _) = self.qkv.shape[0], self.heads
-        around = torch.full((tokens + 2, self.qkv.shape[1]), NAN, dtype=self.dtype, device=device)
-        qkv = around[1:-1]
+        before = gates * self.shape.head_size
+        around = torch.full((tokens + 2, before + self.qkv.shape[1]), NAN, dtype=self.dtype, device=device)
+        qkv = around[1:-1, before:]
         qkv.copy_(self.qkv)
         q_out = torch.full((tokens, num_heads, self.shape.head_size), NAN, dtype=self.dtype, device=device)
         memory = cache._base.to(device)
@@ -94,6 +103,7 @@ class Step:
             **more,
         )
         assert bool(around[[0, -1]].isnan().all()), "rows that are not there are not written"
+        assert bool(around[:, :before].isnan().all()), "gates are not written"
         assert bool(memory[:, 0].float().isnan().all()), "the other layer is not written"
         q = qkv.view(tokens, -1, self.shape.head_size)[:, :num_heads] if in_place else q_out
         return q.cpu(), kept.cpu(), qkv.cpu()
@@ -148,6 +158,7 @@ def check(step: Step, q: Tensor, cache: Tensor, norms: HeadNorms | None) -> None
     in_place=st.booleans(),
     norms=st.sampled_from(["none", "narrow", "wide"]),
     padding=st.integers(0, 2),
+    gates=st.sampled_from([0, 0, 3]),
 )
 def test_all_at_once(
     seed: int,
@@ -158,6 +169,7 @@ def test_all_at_once(
     in_place: bool,
     norms: str,
     padding: int,
+    gates: int,
     device: torch.device,
 ) -> None:
     """By position and by row: the same bits; values and what is not requested stay as they are."""
@@ -165,7 +177,7 @@ def test_all_at_once(
     weights = [1 + randn(seed + i, sizes[2]) / 4 for i in (2, 3)]
     narrow = [weight.to(torch.float32 if norms == "wide" else dtype).to(device) for weight in weights]
     head_norms = None if norms == "none" else HeadNorms(*narrow, EPS)
-    q, cache, qkv = step.run(device, step.new_cache(dtype), in_place=in_place, norms=head_norms)
+    q, cache, qkv = step.run(device, step.new_cache(dtype), in_place=in_place, gates=gates, norms=head_norms)
     check(step, q, cache, head_norms)
     kept = sizes[0] * sizes[2] if in_place else 0
     assert torch.equal(qkv[:tokens, kept:], step.qkv[:tokens, kept:])
@@ -353,7 +365,8 @@ ONES = torch.ones(16)
         ({"num_heads": 5}, "qkv must be"),
         ({"num_heads": 1}, "qkv must be"),
         ({"qkv": torch.zeros(3, 64).double()}, "qkv must be"),
-        ({"qkv": torch.zeros(3, 128)[:, ::2]}, "qkv must be contiguous"),
+        ({"qkv": torch.zeros(3, 128)[:, ::2]}, "qkv must be a matrix of .* with adjacent columns"),
+        ({"qkv": torch.zeros(3, 70)[:, :64]}, "qkv must be .*, whole heads apart, is"),
         ({"cos": torch.zeros(9, 18)}, "cos must have 0 to 16"),
         ({"cos": torch.zeros(9, 15)}, "cos must have 0 to 16"),
         ({"cos": torch.zeros(9, 16).half()}, "cos must be"),

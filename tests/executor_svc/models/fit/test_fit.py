@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType
 from safetensors import safe_open
 
+from executor_svc.cpu.kernels.quantized.files.block_types import READERS
+from executor_svc.cpu.kernels.quantized.files.panels import DENSE
 from executor_svc.models.fit import read_rate as rates
-from executor_svc.models.fit.sizes import ModelSizes, read_sizes
+from executor_svc.models.fit.layers import read_kv
+from executor_svc.models.fit.sizes import READ_IN_FILES, ModelSizes, WindowKV, read_sizes
 from executor_svc.models.fit.text import Room, fit_lines, fit_sentence
 from tests.checkpoints import make_checkpoint
+from tests.executor_svc.driver import Model
 from tests.helpers.models.gguf_files import all_of, write_gguf
 from tests.helpers.paths import ROOT
 
@@ -47,6 +53,67 @@ def test_the_words(room: Room, said: list[str]) -> None:
     assert room.fits(SIZES) == ("does not fit" not in text)
 
 
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 64, "hidden_size": 2880,
+    "initial_context_length": 4096, "intermediate_size": 2880, "max_position_embeddings": 131072,
+    "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32, "sliding_window": 128, "vocab_size": 201088,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "full", "windows"),
+    [
+        # Layers x heads x head size: those that share keys and values of others keep none.
+        ("gemma-4-31B-it", 262_144, 10 * 4 * 512, {1024: 50 * 16 * 256}),
+        ("gemma-4-E2B-it", 131_072, 3 * 1 * 512, {512: 12 * 1 * 256}),
+        ("gpt-oss-20b", 131_072, 12 * 8 * 64, {128: 12 * 8 * 64}),
+        ("gpt2-xl", 1024, 48 * 25 * 64, {}),
+        ("falcon-7b", 2048, 32 * 1 * 64, {}),
+    ],
+)
+def test_keys_and_values_are_counted_layer_by_layer(name: str, length: int, full: int, windows: dict[int, int]) -> None:
+    published = ROOT / "tests" / "data" / "published_configs" / f"{name}.json"
+    content = GPT_OSS_20B if name == "gpt-oss-20b" else json.loads(published.read_text())
+    found = read_kv(content, 2, 16, lambda size: size)
+    assert found is not None
+    assert found[0] == length
+    expected = {window: 2 * 2 * size for window, size in {0: full, **windows}.items()}
+    assert found[1].keys() == expected.keys()
+    for window, size in expected.items():
+        assert size <= found[1][window] <= 1.1 * size, "a page may end with room"
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gpt_oss", "mistral", "gpt2", "llama", "llama4_text"])
+def test_a_request_takes_what_the_pool_gives_it(tmp_path: Path, family: str) -> None:
+    """In layers with a window what it keeps of it at most."""
+    folder = make_checkpoint(tmp_path / "model", family)
+    model, sizes, blocks = Model(folder, dtype="float32"), read_sizes(folder), 20
+    layout = model.driver(block_size=16).cache.layout
+    kept = [min(blocks, -(-window // 16) + 2) if window else blocks for window in layout.windows]
+    pages = sum(count * each for count, each in zip(kept, layout.pages_per_block, strict=True))
+    assert sizes.kv_of(16 * blocks) == pages * layout.page_bytes
+    assert sizes.context_limit == model.loaded.geometry.max_model_len
+    assert (sizes.windows != ()) == (max(layout.windows) > 0)
+    assert (sizes.kv_bytes > 0) == (0 in layout.windows)
+
+
+def test_the_words_about_windows() -> None:
+    sizes = replace(SIZES, windows=(WindowKV(100, 5000),))
+    lines = fit_lines(sizes, Room(20_000_000))
+    assert lines[1].startswith("keys and values: 1000 bytes a token and 5000 bytes for each of the last 100 tokens in")
+    assert lines[3] == "longest context: 4096 tokens, 4.6 MB a request"
+    assert lines[4].startswith("requests at once: 1 of 4096 tokens each, of shorter ones up to 64")
+    assert lines[4].endswith("with 1500 tokens together")
+    alone = replace(sizes, kv_bytes=0)
+    assert fit_lines(alone, Room(20_000_000))[3:5] == [
+        "longest context: 4096 tokens, 0.5 MB a request",
+        "requests at once: 18 of 4096 tokens each, of shorter ones up to 64 (--max-num-seqs) with 1800 tokens together",
+    ]
+    assert fit_lines(alone, Room(20_000_000))[1].startswith("keys and values: 5000 bytes for each of the last 100 ")
+
+
 def test_a_token_of_a_mixture_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "folder", "qwen3_moe")  # 2 of 8
     file = write_gguf(folder, tmp_path / "model.gguf", all_of(GGMLQuantizationType.F32))
@@ -67,6 +134,38 @@ def test_a_token_of_latents_takes_one_row(tmp_path: Path) -> None:
     file = write_gguf(folder, tmp_path / "model.gguf", all_of(GGMLQuantizationType.F32))
     for path, item in ((folder, 4), (file, 2)):
         assert read_sizes(path).kv_bytes == 2 * 48 * item
+
+
+MIXTURE = replace(SIZES, unread_bytes=600_000, mapped_bytes=800_000)
+
+
+@pytest.mark.parametrize(
+    ("room", "said", "fits"),
+    [
+        (Room(500_000), ["it does not fit", "with --expert-weights mapped it does: 0.8 MB of experts stay"], False),
+        (Room(500_000, mapped=True), ["0.8 MB of weights stay in the file, 0.2 MB must be in memory"], True),
+        (Room(500_000, mapped=True), ["longest context: 125 of 4096 tokens"], True),
+        (Room(3_000_000, mapped=True), ["longest context: 1700 of 4096 tokens"], True),
+        (Room(200_000, mapped=True), ["it does not fit"], False),
+        (Room(9_000_000, mapped=True, read_rate=1e9), ["reads 1.0 GB/s (measured once), where they are in mem"], True),
+    ],
+)
+def test_experts_that_stay_in_their_file(room: Room, said: list[str], fits: bool) -> None:
+    """Keys and values have what is left beside all experts, or half of what is left without them."""
+    text = "\n".join(fit_lines(MIXTURE, replace(room, share=0.9)))
+    for words in said:
+        assert words in text
+    assert room.fits(MIXTURE) == fits
+
+
+def test_which_experts_can_stay_in_their_file(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "folder", "qwen3_moe")
+    experts = read_sizes(folder).mapped_bytes
+    assert experts == 4 * 3 * 2 * 8 * 40 * 24
+    for kind, found in (("Q8_0", True), ("TQ1_0", False)):
+        assert (kind in READ_IN_FILES) == found
+    assert {*READERS, *DENSE} == {*READ_IN_FILES}
+    assert read_sizes(make_checkpoint(tmp_path / "gpt", "gpt_oss")).mapped_bytes == 0
 
 
 def test_an_error_says_the_same(tmp_path: Path) -> None:

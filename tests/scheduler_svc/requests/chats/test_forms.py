@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any
 
 import pytest
@@ -34,6 +35,10 @@ CALLED: dict[str, Any] = {
 RESULT = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "sunny"}
 
 
+compiled = cache(compile_template)
+"""The search renders a template some ten times, and each test a few."""
+
+
 def form_of(template: str, wanted: ContentFormat = "auto") -> TemplateForm:
     """What the search finds, all in this process."""
     search = probe(template, "", SPECIAL, wanted)
@@ -42,7 +47,7 @@ def form_of(template: str, wanted: ContentFormat = "auto") -> TemplateForm:
         while True:
             job = search.send(answer)
             try:
-                answer = render(compile_template(job.template), job.chat, SPECIAL, job.form)
+                answer = render(compiled(job.template), job.chat, SPECIAL, job.form)
             except ChatError as error:
                 answer = error
     except StopIteration as end:
@@ -57,7 +62,7 @@ def changes(template: str, wanted: ContentFormat = "auto") -> dict[str, Any]:
 
 def text_of(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
     form = form_of(template)
-    return render(compile_template(template), chat_of(messages, **options), {}, form)
+    return render(compiled(template), chat_of(messages, **options), {}, form)
 
 
 def test_what_transformers_passes_is_kept_where_it_is_shown() -> None:
@@ -133,7 +138,7 @@ def test_arguments_that_no_form_shows_are_refused_by_name() -> None:
     assert form.raw_arguments == "none"
     call = {"function": {"name": "f", "arguments": "["}}
     with pytest.raises(ChatError, match="is no JSON object, and the chat template shows no other") as caught:
-        render(compile_template(template), chat_of([USER, {"role": "assistant", "tool_calls": [call]}]), {}, form)
+        render(compiled(template), chat_of([USER, {"role": "assistant", "tool_calls": [call]}]), {}, form)
     assert caught.value.field == "messages[1].tool_calls[0].arguments"
 
 

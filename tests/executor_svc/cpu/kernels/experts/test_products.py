@@ -79,6 +79,7 @@ def in_few_bits(kernels: CpuExpertKernels, name: str, option: QuantizedActivatio
     return found
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("option", ["off", "int8"])
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_NL", "mxfp4", "gptq 4"])
 def test_experts_in_few_bits_have_the_bits_of_each_linear(name, option):

@@ -81,7 +81,7 @@ def test_routed_rows_are_in_the_order_of_experts_and_tokens(num_rows, one):
     assert routes.sources.tolist() == [token for _, token in chosen]
     for token, (experts, places) in enumerate(zip(routes.ids.tolist(), routes.places.tolist(), strict=True)):
         assert [chosen[place] for place in places] == [(expert, token) for expert in experts]
-    blocks = routes.blocks[: int(routes.num_blocks)].tolist()
+    blocks = routes.blocks[: int(routes.counts[0])].tolist()
     found = [(expert, row) for expert, first, rows, _ in blocks for row in range(first, first + rows)]
     assert found == [(expert, row) for row, (expert, _) in enumerate(chosen)]
     assert all(1 <= rows <= ROWS_AT_ONCE for _, _, rows, _ in blocks)

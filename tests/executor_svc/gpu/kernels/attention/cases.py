@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from executor_svc.device import reference
+from executor_svc.device.latent import latent_columns, padded_latent
 from executor_svc.gpu.kernels.attention.call import AttentionCall
 from tests.executor_svc.paged import in_pages
 
@@ -33,6 +34,8 @@ class Sizes:
     softcap: float | None = None
     sinks: bool = False
     chunk: int | None = None
+    latent: int | None = None
+    """With kv_heads 1: columns of a latent, and head_size those of the rotated key."""
 
 
 def make_call(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0) -> AttentionCall:
@@ -75,6 +78,28 @@ def make_call(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0)
     )
 
 
+def make_latent_call(chunks: Chunks, sizes: Sizes, device: torch.device) -> AttentionCall:
+    """Rows of latents and rotated keys; of queries NaN in columns that nothing reads."""
+    assert sizes.latent is not None
+    first, width = padded_latent(sizes.latent), latent_columns(sizes.latent, sizes.head_size)
+    call = make_call(chunks, replace(sizes, kv_heads=1, head_size=width), device)
+    cache = call.kv_layer[:, :1].clone().view(torch.uint8 if sizes.kv_dtype == F8 else call.kv_layer.dtype)
+    for columns in (slice(sizes.latent, first), slice(first + sizes.head_size, width)):
+        cache[..., columns] = 0
+    q = call.q.clone()
+    q[..., sizes.latent : first] = float("nan")
+    q[..., first + sizes.head_size :] = 0
+    return replace(
+        call,
+        q=q,
+        kv_layer=in_pages(cache.view(call.kv_layer.dtype)),
+        out=call.out.new_full((len(q), sizes.group * sizes.latent), float("nan")),
+        scale=sizes.head_size**-0.5 / 4,
+        v_scale=call.k_scale,
+        latent=sizes.latent,
+    )
+
+
 def check(call: AttentionCall) -> None:
     """Compare what was written with the float64 meaning, and see that the tokens of no sequence stay as they were.
 
@@ -94,7 +119,9 @@ def _meaning(call: AttentionCall) -> tuple[Tensor, Tensor]:
     if call.k_scale is not None and call.v_scale is not None:
         cache = cache * torch.stack([call.k_scale, call.v_scale]).cpu().double()[None, :, :, None, None]
     starts, lens = call.query_start_loc.cpu().clone(), call.seq_lens.cpu()
-    q = call.q[: int(starts[-1])].cpu()
+    q = call.q[: int(starts[-1])].cpu().clone()
+    if call.latent is not None:
+        q[..., call.latent : padded_latent(call.latent)] = 0
     padding = torch.repeat_interleave(lens == 0, starts.diff())
     sizes = (starts.diff() * (lens > 0)).cumsum(0)
     there = starts.new_zeros(len(starts))
@@ -106,5 +133,5 @@ def _meaning(call: AttentionCall) -> tuple[Tensor, Tensor]:
             q[~padding], values, there, lens, call.block_tables.cpu(), call.scale, call.window, call.softcap,
             None if call.sinks is None else call.sinks.cpu(), call.chunk,
         )  # fmt: skip
-        results.append(result)
+        results.append(result[..., : call.head_size])
     return results[0], results[1]

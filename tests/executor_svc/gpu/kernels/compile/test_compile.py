@@ -21,7 +21,7 @@ from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs" / "kernels.md"
 REFUSED = "tests.executor_svc.gpu.kernels.compile.refused_kernels"
-MAX_QUICK = 78
+MAX_QUICK = 87
 
 
 def compiled(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,7 @@ def test_every_module_has_quick_variants_and_they_are_few():
 @pytest.mark.parametrize("newest", short_and_long([True, False], [True]))
 def test_quick_variants_compile_as_they_must(newest):
     """For an A100 too: those of attention that are for it alone in `make test`, all of them in `make test-long`."""
-    done = compiled("--quick", "--json", *(["--newest"] if newest else []))
+    done = compiled("--quick", "--json", "--jobs", "1", *(["--newest"] if newest else []))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     tasks = tasks_of(entries().values(), quick=True, newest=newest)
@@ -63,7 +63,7 @@ def test_the_page_has_a_row_for_every_file_with_kernels():
     files = [f"{module.removeprefix(f'{PACKAGE}.').replace('.', '/')}.py" for module in kernel_modules()]
     missing = [file for file in files if f"`{file}`" not in page]
     assert not missing
-    assert len(page.splitlines()) <= 70
+    assert len(page.splitlines()) <= 75
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

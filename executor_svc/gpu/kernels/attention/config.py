@@ -121,7 +121,7 @@ _SMALL = _AMPERE | {
     ("16", 512): AttentionConfig(32, 16, 8, 2),
     ("fp8", 512): AttentionConfig(32, 16, 8, 2),
     ("32", 256): AttentionConfig(32, 16, 16, 2),
-    ("32", 512): AttentionConfig(32, 16, 16, 1),
+    ("32", 512): AttentionConfig(DECODE_ROWS, 16, 8, 1),
 }
 _SMALL_ARCHS = (86, 89, 120, 121)
 """GPUs with 99 KiB of shared memory per block, not 163 KiB or more."""

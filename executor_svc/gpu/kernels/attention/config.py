@@ -121,7 +121,7 @@ _SMALL = _AMPERE | {
     ("16", 512): AttentionConfig(32, 16, 8, 2),
     ("fp8", 512): AttentionConfig(32, 16, 8, 2),
     ("32", 256): AttentionConfig(32, 16, 16, 2),
-    ("32", 512): AttentionConfig(32, 16, 16, 1),
+    ("32", 512): AttentionConfig(DECODE_ROWS, 16, 8, 1),
 }
 _SMALL_ARCHS = (86, 89, 120, 121)
 """GPUs with 99 KiB of shared memory per block, not 163 KiB or more."""
@@ -148,7 +148,7 @@ _DECODE_SOFTCAP = _DECODE | {
 """With 4 warps, some kernels spill 4 bytes."""
 _SPLIT_SOFTCAP = _DECODE_SOFTCAP | {
     ("fp8", 64): AttentionConfig(DECODE_ROWS, 64, 8, 3),
-    ("fp8", 512): AttentionConfig(DECODE_ROWS, 16, 8, 2),
+    ("fp8", 512): AttentionConfig(DECODE_ROWS, 16, 4, 2),
 }
 """Split ones spill as many with such a cache, too."""
 _HOPPER_DECODE_BF16 = _DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 32, 2, 4)}
@@ -158,8 +158,10 @@ With a window or in float16 these tiles spill registers.
 """
 _HOPPER_DECODE_COPIED = _DECODE | {
     ("fp8", 128): AttentionConfig(DECODE_ROWS, 64, 4, 3),
-    ("fp8", 512): AttentionConfig(DECODE_ROWS, 16, 8, 2),
+    ("fp8", 512): AttentionConfig(DECODE_ROWS, 16, 4, 2),
 }
+_COPIED_FP16 = {("fp8", 512): AttentionConfig(DECODE_ROWS, 16, 8, 2)}
+"""For split decodes: in bfloat16 these spill, and in float16 those above."""
 _HOPPER_UNSPLIT = {
     ("16", 128): AttentionConfig(DECODE_ROWS, 64, 4, 4),
     ("fp8", 512): AttentionConfig(DECODE_ROWS, 32, 8, 2),
@@ -291,12 +293,13 @@ def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> dict[t
 def _decode_table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> dict[tuple[str, int], AttentionConfig]:
     """Of decodes whose KV heads have no more query heads than a decode tile has rows."""
     more = kind.softcap or kind.sinks
+    copied = _COPIED_FP16 if copies and kind.dtype == torch.float16 else {}
     if arch // 10 == 9 and not more:
         spills = kind.window or kind.dtype != torch.bfloat16
         table = _HOPPER_DECODE_COPIED if copies else _DECODE if spills else _HOPPER_DECODE_BF16
-        return table if phase is Phase.SPLIT else table | _HOPPER_UNSPLIT
+        return table | copied if phase is Phase.SPLIT else table | _HOPPER_UNSPLIT
     if more:
-        return _SPLIT_SOFTCAP if phase is Phase.SPLIT else _DECODE_SOFTCAP
+        return _SPLIT_SOFTCAP | copied if phase is Phase.SPLIT else _DECODE_SOFTCAP
     return _DECODE
 
 

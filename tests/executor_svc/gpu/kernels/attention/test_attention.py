@@ -174,10 +174,15 @@ def test_gpus_with_little_shared_memory(arch: int) -> None:
         for phase in Phase:
             if phase is Phase.DRAFTS and dtype == F32:
                 continue
+            if (head_size, dtype, group) == (HEAD_SIZES[-1], F32, 17):
+                with pytest.raises(ValueError, match="at most 16 fit a tile"):
+                    attention_config(kind, phase, arch)
+                continue
             config = attention_config(kind, phase, arch)
-            num_bytes = dtype.itemsize * config.rows + 2 * kv_dtype.itemsize * config.tile * (config.num_stages - 1)
+            loading = max(1, config.num_stages - 1)
+            num_bytes = dtype.itemsize * config.rows + 2 * kv_dtype.itemsize * config.tile * loading
             converted = dtype.itemsize * config.tile if kind.scales else 0
-            assert padded(head_size) * (num_bytes + converted) <= 95 << 10
+            assert padded(head_size) * (num_bytes + converted) <= 96 << 10
             assert not config.copies
 
 

@@ -209,7 +209,7 @@ async def test_groups_of_ranks_are_replaced_without_a_lost_token(
             (log,) = await cluster.recreate(SCHEDULER)
             await load.amid()
         assert log.count("a signal stopped it; its requests go to the others") == 3
-        assert "go on in the next process with this --journal" in log
+        assert "on in the next process with this --journal" in log
         check_pods(cluster, **{GROUP: 2, SCHEDULER: 1})
 
 

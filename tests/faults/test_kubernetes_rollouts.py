@@ -84,7 +84,7 @@ async def test_executors_and_scheduler_are_replaced_without_a_lost_token(
         for pod in [cluster.scheduler, *cluster.executors]:
             assert [await pod.passes(probe) for probe in ("startupProbe", "livenessProbe")] == [True, True]
         assert await load.finished() == expected
-        assert "go on in the next process with this --journal" in cluster.scheduler.log()
+        assert "on in the next process with this --journal" in cluster.scheduler.log()
         await cluster.scheduler.terminate()
         for pod in cluster.executors:
             await pod.terminate()

@@ -82,7 +82,7 @@ async def test_a_scheduler_restarted_three_times_costs_no_token(executor: Rollin
         for _ in range(NUM_RESTARTS):
             await load.more(300)
             lines = await front.roll()
-            assert any("go on in the next process with this --journal" in line for line in lines), lines
+            assert any("on in the next process with this --journal" in line for line in lines), lines
         assert await load.finished() == expected
 
 

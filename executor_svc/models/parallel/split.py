@@ -15,7 +15,7 @@ from executor_svc.models.spec import HEAD, LAYER_TABLE, TABLE, DecoderSpec, Laye
 
 ROW_PARALLEL = ("attention.output", "mlp.down")
 """Linears of which a rank has columns: the results of all ranks are summed."""
-PARTIAL = "experts.shared_down"
+PARTIAL = "shared.down"
 """Likewise, but what a rank's experts give is added before."""
 
 

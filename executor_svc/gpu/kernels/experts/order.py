@@ -49,5 +49,5 @@ def variants() -> list[Variant]:
         pointers = {"x": f"*{dtype}", "orders": "*i64", "out": f"*{dtype}", "blocks": "*i32", "num_blocks": "*i32"}
         constants = {"WIDTH": 2048, "CHUNK": chunk_size(2048)}
         title = f"order_columns of experts hidden2048 {dtype}"
-        found.append(variant(title, _order_columns, pointers, constants, options(constants["CHUNK"])))
+        found.append(variant(title, _order_columns, pointers, constants, options(constants["CHUNK"]), dtype == "bf16"))
     return found

@@ -21,7 +21,7 @@ from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs" / "kernels.md"
 REFUSED = "tests.executor_svc.gpu.kernels.compile.refused_kernels"
-MAX_QUICK = 87
+MAX_QUICK = 89
 
 
 def compiled(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -63,7 +63,7 @@ def test_the_page_has_a_row_for_every_file_with_kernels():
     files = [f"{module.removeprefix(f'{PACKAGE}.').replace('.', '/')}.py" for module in kernel_modules()]
     missing = [file for file in files if f"`{file}`" not in page]
     assert not missing
-    assert len(page.splitlines()) <= 75
+    assert len(page.splitlines()) <= 80
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

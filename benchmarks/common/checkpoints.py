@@ -79,14 +79,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "olmoe-4l": {
-        "model_type": "olmoe",
+        "model_type": "qwen3_moe",
         "hidden_size": 2048,
         "num_hidden_layers": 4,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
+        "head_dim": 128,
         "intermediate_size": 1024,
+        "moe_intermediate_size": 1024,
         "num_experts": 64,
         "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
         "vocab_size": 50304,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
@@ -112,8 +115,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Shapes by size, of Llamas but for Qwen3's: 10.5M parameters, where overhead dominates, SmolLM2-135M's with 134.5M
 (and the same with another vocabulary),
 Qwen3-0.6B's with 596M, and Llama-3.2-1B's with 1,236M (its angles are those of the first 8,192 positions); and two
-mixtures, OLMoE-1B-7B's layers and Qwen3-30B-A3B's, of which there are as many as a small machine holds: 1,887M and
-2,490M parameters."""
+mixtures, as Qwen3-MoE, which all peers read: the sizes of OLMoE-1B-7B's layers and of Qwen3-30B-A3B's, of which there
+are as many as a small machine holds: 1,884M and 2,492M parameters."""
 
 
 def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:

@@ -1,4 +1,4 @@
-"""A Llama, Qwen3, OLMoE or Qwen3-MoE in bf16 as a GGUF file for llama.cpp, in bf16 or few bits, without a tokenizer.
+"""A Llama, Qwen3 or Qwen3-MoE in bf16 as a GGUF file for llama.cpp, in bf16 or few bits, without a tokenizer.
 
 The layout is that of llama.cpp's convert_hf_to_gguf.py: its `llama` architecture rotates neighbouring elements of a
 head where transformers rotates halves, so the rows of the query and key projections change places. Needs gguf and
@@ -15,13 +15,13 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 QUANTIZED_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "MXFP4": 38}
 """llama.cpp's file types in few bits, by its numbers (LLAMA_FTYPE_MOSTLY_...); MXFP4 is of experts, beside Q8_0."""
-_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
+_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 """llama.cpp's name by model_type."""
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -126,6 +126,11 @@ def _write(folder: Path, config: dict[str, Any], path: Path) -> None:
     writer.close()
 
 
+def num_experts_of(config: Mapping[str, Any]) -> int:
+    """Experts of a layer by a config.json, whose name for it depends on transformers' version; 0: it has none."""
+    return int(config.get("num_local_experts") or config.get("num_experts") or 0)
+
+
 def _write_config(writer: Any, gguf: Any, config: dict[str, Any]) -> None:
     num_heads = config["num_attention_heads"]
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
@@ -143,8 +148,8 @@ def _write_config(writer: Any, gguf: Any, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(head_size)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if "num_experts" in config:
-        writer.add_expert_count(config["num_experts"])
+    if num_experts := num_experts_of(config):
+        writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
     writer.add_vocab_size(config["vocab_size"])

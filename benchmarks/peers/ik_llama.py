@@ -36,6 +36,12 @@ class IkLibrary:
         params.repack_tensors = True
         return params
 
+    def llama_context_default_params(self) -> Any:
+        """The defaults without flash attention, which fails (`S > 0`) for batches of several sequences."""
+        params = self._calls.llama_context_default_params()
+        params.flash_attn = False
+        return params
+
     def llama_print_system_info(self) -> bytes:
         """The package says nothing of the processor that it was built for."""
         return b""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.common.workload import Request
+from benchmarks.peers.gguf_file import num_experts_of
 from cadenza_common.gguf.file import read_gguf
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.quantized.int8_codes import most_code
@@ -133,7 +134,7 @@ class DecoderWork:
 
 
 def decoder_work(config: Mapping[str, Any], item_bytes: int = 2) -> DecoderWork:
-    """The work of a Llama, Qwen3, OLMoE or Qwen3-MoE from its config.json, with weights and cache of item_bytes.
+    """The work of a Llama, Qwen3 or Qwen3-MoE from its config.json, with weights and cache of item_bytes.
 
     A mixture's steps choose all experts, until `ExpertWork.touched` says how many.
     """
@@ -142,7 +143,7 @@ def decoder_work(config: Mapping[str, Any], item_bytes: int = 2) -> DecoderWork:
     kv_heads = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("head_dim") or hidden // heads)
     projections = (2 * heads + 2 * kv_heads) * size
-    num_experts = int(config.get("num_experts", 0))
+    num_experts = num_experts_of(config)
     feed_forward = num_experts or 3 * int(config["intermediate_size"])
     in_layers = layers * hidden * (projections + feed_forward)
     in_head = int(config["vocab_size"]) * hidden
@@ -158,7 +159,7 @@ def decoder_work(config: Mapping[str, Any], item_bytes: int = 2) -> DecoderWork:
 def _experts(config: Mapping[str, Any], item_bytes: int) -> ExpertWork:
     width = int(config.get("moe_intermediate_size", config["intermediate_size"]))
     in_one = int(config["num_hidden_layers"]) * int(config["hidden_size"]) * 3 * width
-    num_experts, num_chosen = int(config["num_experts"]), int(config["num_experts_per_tok"])
+    num_experts, num_chosen = num_experts_of(config), int(config["num_experts_per_tok"])
     every = {1: float(num_chosen), 2: float(num_experts)}
     return ExpertWork(Matrices(in_one, item_bytes * in_one), num_experts, num_chosen, every)
 

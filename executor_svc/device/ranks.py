@@ -45,10 +45,11 @@ class RankKernels(Protocol):
         """Return the dtype of a rank's partial results, of a model of this dtype."""
         ...
 
-    def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype, name: str = "sum") -> Tensor:
         """Return the sum of all ranks' x [T, hidden], of `partial_dtype`, plus bias [hidden], on each rank.
 
-        It is computed in float32, and rounded once to dtype.
+        It is computed in float32, and rounded once to dtype. name: of its memory, which the next of that name
+        overwrites.
         """
         ...
 

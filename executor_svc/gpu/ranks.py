@@ -53,9 +53,9 @@ class GpuRanks:
         """As in `RankKernels`: that of the model, as the field's sums over ranks have it, for half of the traffic."""
         return dtype
 
-    def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype, name: str = "sum") -> Tensor:
         """As in `RankKernels`."""
-        y = self._own.new("rank sum", tuple(x.shape), dtype)
+        y = self._own.new(f"rank {name}", tuple(x.shape), dtype)
         parts = self._own.new("rank parts", (self.share.size * x.numel(),), x.dtype)
         return self._own.run(y, lambda n: sum_parts(self._gathered(x[:n], parts), bias, y[:n]))
 

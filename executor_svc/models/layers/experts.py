@@ -83,7 +83,7 @@ class Experts:
         shared = None if self._shared is None else self._shared(x)
         gate = None if self._shared_gate is None else self._shared_gate(x)
         summed = kernels.combine(rows, routes, choice.router, shared, gate)
-        return summed if self._ranks is None else self._ranks.sum_partials(summed, None, x.dtype)
+        return summed if self._ranks is None else self._ranks.sum_partials(summed, None, x.dtype, "sum of experts")
 
 
 class ExpertsBeside:

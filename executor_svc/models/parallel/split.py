@@ -43,12 +43,13 @@ def check_split(spec: DecoderSpec, size: int) -> None:
     """Raise ModelConfigError, by the field's name, for a model that cannot be divided among so many ranks."""
     sizes = {("num_attention_heads", spec.num_heads)}
     for index, layer in enumerate(spec.layers):
-        if layer.experts is None:
+        experts = layer.experts
+        if experts is None or experts.names.beside is not None:
             sizes.add(("intermediate_size", spec.sizes(index).intermediate_size))
-        elif layer.experts.router.num_experts < size:
-            raise ModelConfigError(f"num_experts {layer.experts.router.num_experts} are fewer than {size} ranks")
-        elif layer.experts.shared_size:
-            sizes.add(("the intermediate size of shared experts,", layer.experts.shared_size))
+        if experts is not None and experts.router.num_experts < size:
+            raise ModelConfigError(f"num_experts {experts.router.num_experts} are fewer than {size} ranks")
+        if experts is not None and experts.shared_size:
+            sizes.add(("the intermediate size of shared experts,", experts.shared_size))
     for field, count in sorted(sizes):
         if count % size:
             raise ModelConfigError(f"{field} {count} cannot be divided among {size} ranks")
@@ -125,7 +126,7 @@ def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) ->
         queries = _heads(spec.num_heads, of_query, share)
         return _part_of_rows(names.qkv.index(module), len(names.qkv), (q, kv, kv), (queries, keys, keys))
     experts = spec.layers[index].experts
-    if experts is not None:
+    if experts is not None and experts.names.beside is None:
         return _part_of_mlp(module, experts.names.shared_into, experts.names.shared_down, experts.shared_size, 2, share)
     return _part_of_mlp(module, names.into_mlp, names.down, sizes.intermediate_size, 2 if spec.gated_mlp else 1, share)
 

@@ -25,7 +25,7 @@ from executor_svc.startup.rank_kernels import make_ranks
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Driver, Model, Tokens
 from tests.executor_svc.models.test_model_configs import read
-from tests.golden.test_mixtures import gpt_oss_in_mxfp4
+from tests.golden.test_mixtures import CASES, gpt_oss_in_mxfp4
 from tests.helpers.executor.rank_threads import RankThreads, on_ranks
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.gguf_files import all_of, write_gguf
@@ -33,6 +33,8 @@ from tests.helpers.models.golden import random_prompts, teacher_forced, transfor
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
 
 FAMILIES = {
+    "gemma4": 2,
+    "llama4": 2,
     "deepseek_v3": 2,
     "ernie4_5_moe": 2,
     "glm4_moe": 2,
@@ -63,11 +65,13 @@ def logits_of(threads: RankThreads, tokens: list[int], *chunks: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "family", short_and_long(FAMILIES, ["deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "olmoe", "qwen2_moe"])
+    "family",
+    short_and_long(FAMILIES, ["deepseek_v3", "gemma4", "glm4_moe", "gpt_oss", "granitemoe", "olmoe", "qwen2_moe"]),
 )
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     """And the bits of a row do not depend on the rows beside it."""
-    folder = make_checkpoint(tmp_path, family)
+    model_type, shape = CASES[family]
+    folder = make_checkpoint(tmp_path, model_type, **shape)
     reference, (prompt,) = transformers_model(folder), random_prompts(131, (50,))
     tokens = [*prompt, *transformers_greedy(reference, prompt, 16).tokens]
     expected = teacher_forced(reference, tokens)

@@ -35,7 +35,7 @@ class CpuRanks:
         """As in `RankKernels`."""
         return torch.float32
 
-    def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype, name: str = "sum") -> Tensor:
         """As in `RankKernels`."""
         host, memory, sizes = self._own.host, self._memory, self._memory.sizes
         num_rows, width = x.shape
@@ -45,7 +45,7 @@ class CpuRanks:
         give = kernels.give_rows(host.code, "float32", width)
         self._launch(host, num_rows, give, (x.data_ptr(), own, sizes.sums_bytes, stride, self._number_at))
         self._arrive(host, num_rows)
-        y = host.new(f"sum_{width}", (num_rows, width), dtype)
+        y = host.new(f"{name}_{width}", (num_rows, width), dtype)
         take = kernels.take_sums(host.code, self.share.size, DTYPES[dtype], width, bias is not None)
         given = memory.sums, sizes.sums_bytes, sizes.rows_bytes, *self._awaited
         self._launch(host, num_rows, take, (*given, y.data_ptr(), 0 if bias is None else bias.data_ptr()))

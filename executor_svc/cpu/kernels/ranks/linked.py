@@ -79,12 +79,12 @@ class LinkedRanks:
         """As in `RankKernels`."""
         return torch.float32
 
-    def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def sum_partials(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype, name: str = "sum") -> Tensor:
         """As in `RankKernels`."""
         host, size = self._own.host, self.share.size
         num_rows, width = x.shape
         assert x.dtype == torch.float32
-        y = host.new(f"sum_{width}", (num_rows, width), dtype)
+        y = host.new(f"{name}_{width}", (num_rows, width), dtype)
         if self.share.rank:
             return self._through_rank_0(host, x, y)
         give = kernels.give_rows(host.code, "float32", width)

@@ -70,8 +70,13 @@ def make_runner(
 
 
 def step_batch(chunks: Sequence[tuple[int, int]]) -> ForwardBatch:
-    """A step of sequences with (cached tokens, new tokens), each in blocks of its own, with logits of each last one."""
+    """A step of sequences with (cached tokens, new tokens), each in blocks of its own, with logits of each last one.
+
+    Raises BenchmarkError for more than the blocks of `make_runner`: kernels would write beyond the pool.
+    """
     width = -(-max(context + count for context, count in chunks) // _BLOCK_SIZE)
+    if len(chunks) * width > _NUM_BLOCKS:
+        raise BenchmarkError(f"{len(chunks)} sequences take {len(chunks) * width} blocks, of {_NUM_BLOCKS}")
     tables = torch.arange(len(chunks) * width, dtype=torch.int32).view(-1, width)
     positions = torch.cat([torch.arange(context, context + count) for context, count in chunks])
     owner = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor([count for _, count in chunks]))

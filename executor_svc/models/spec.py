@@ -282,21 +282,21 @@ class DecoderSpec:
     @property
     def num_unchosen_elements(self) -> int:
         """The number of elements of the experts that a token does not choose."""
-        layers = [layer.experts for layer in self.layers if layer.experts is not None]
-        unchosen = ((each.router.num_experts - each.router.num_chosen) * each.intermediate_size for each in layers)
-        return 3 * self.hidden_size * sum(unchosen)
+        return sum(
+            (each.router.num_experts - each.router.num_chosen) * self._elements_of_one(each)
+            for each in self._layers_of_experts()
+        )
 
     @property
     def num_expert_elements(self) -> int:
         """The number of elements of the linears of experts, without what all tokens share."""
-        counts = (
-            math.prod(shape)
-            for layer in self.layers
-            if layer.experts is not None
-            for expert in layer.experts.own
-            for _, shape in shapes_of_expert(layer.experts, expert, self.hidden_size)
-        )
-        return sum(counts)
+        return sum(len(each.own) * self._elements_of_one(each) for each in self._layers_of_experts())
+
+    def _layers_of_experts(self) -> list[ExpertsSpec]:
+        return [layer.experts for layer in self.layers if layer.experts is not None]
+
+    def _elements_of_one(self, experts: ExpertsSpec) -> int:
+        return sum(math.prod(shape) for _, shape in shapes_of_expert(experts, 0, self.hidden_size))
 
     def sizes(self, index: int) -> LayerSizes:
         """Return the sizes of a layer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from benchmarks.serving import opening
 from benchmarks.serving.machine_limits import NATIVE, chosen_isa
 from benchmarks.serving.opening import WEIGHTS, model_path, openvino_weights, prepare_weights, rounding_option
 from benchmarks.serving.step_work import (
+    Chunk,
     Matrices,
     StoredMatrix,
     StoredWeights,
@@ -186,3 +188,25 @@ def test_rounded_weights_have_a_scale_for_32_columns() -> None:
     assert stored.work(dense).head == Matrices(head, head * 34 // 32, head)
     assert stored.stored_bytes == layers * 18 // 32 + 2 * (head * 34 // 32)  # its table of embeddings is not the head
     assert rounded_weights(dense, True, "int8", isa, "off").stored_bytes == (layers + head) * 34 // 32
+
+
+def test_a_mixtures_work_counts_the_experts_that_rows_choose() -> None:
+    """Read once each, as many as the routers chose; every row is multiplied with its own."""
+    sizes = SHAPES["olmoe-4l"]
+    work = decoder_work(sizes)
+    assert work.experts is not None
+    one = 4 * 3 * 2048 * 1024
+    assert work.experts.one == Matrices(one, 2 * one)
+    assert work.layers.parameters == 4 * 2048 * (4 * 2048 + 64)
+    counted = replace(work, experts=replace(work.experts, touched={1: 8.0, 3: 20.0}))
+    for rows, touched in ((1, 8), (2, 14), (3, 20), (9, 20)):
+        found = counted.step([Chunk(0, 1)] * rows)
+        without = replace(work, experts=None).step([Chunk(0, 1)] * rows)
+        assert found.read_bytes - without.read_bytes == 2 * one * touched
+        assert found.flops - without.flops == 2 * one * 8 * rows
+    assert counted.weight_bytes == counted.layers.num_bytes + counted.head.num_bytes + 8 * 2 * one
+
+
+def test_more_sequences_than_blocks_are_refused() -> None:
+    with pytest.raises(BenchmarkError, match="64 sequences take 832 blocks, of 560"):
+        step_batch([(192, 1)] * 64)

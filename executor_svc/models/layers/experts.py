@@ -74,9 +74,7 @@ class Experts:
     def compute(self, x: Tensor, routes: Routes) -> Tensor:
         """Return what the chosen make of the rows of x."""
         kernels, choice = self._kernels, self._choice
-        weighs = choice.router.weighs_inputs
-        routed = kernels.take_routed(x, routes, weighed=True) if weighs else kernels.take_routed(x, routes)
-        gate_up = self._gate_up(routed, routes)
+        gate_up = self._gate_up(kernels.take_routed(x, routes, choice.router.weighs_inputs), routes)
         with kernels.routed(routes):
             activated = self._activate(gate_up)
         rows = self._down(activated, routes)

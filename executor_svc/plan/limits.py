@@ -38,6 +38,8 @@ class Limits:
     """Whether sequences may have grammars."""
     kv_groups: tuple[GroupShape, ...] = ()
     """Pools are then counted in pages. Empty: one group of all layers, with one page a block."""
+    pages_per_state: int = 0
+    """Pages of the recurrent state of a sequence; 0: there is none."""
     adaptive_drafts: bool = False
     """Whether the scheduler chooses the number of drafts by what steps have cost and accepted."""
 

@@ -54,6 +54,11 @@ class Limits:
         return sum(group.pages_per_block for group in self.groups)
 
     @property
+    def state_tail(self) -> int:
+        """The number of last tokens that a recurrent state keeps apart from its matrices: one, and all drafts."""
+        return 1 + self.max_drafts
+
+    @property
     def max_blocks_per_seq(self) -> int:
         """The number of block table entries of a sequence of max_model_len tokens."""
         return -(-self.max_model_len // self.block_size)

@@ -252,7 +252,7 @@ def test_a_wrong_state_makes_wrong_tokens() -> None:
 
 def test_copies_take_no_page_that_is_needed() -> None:
     """In a pool that all that runs fills, none is made, and nobody is preempted for one."""
-    bench = stateful(2 * (16 + 3), max_num_seqs=2, max_num_batched_tokens=64)
+    bench = stateful(2 * (15 + 3) + 3, max_num_seqs=2, max_num_batched_tokens=128)
     for number in range(2):
         bench.add(f"r{number}", draw(60, number), 4)
     bench.run(2)
@@ -283,3 +283,31 @@ def test_a_flush_frees_all_states() -> None:
         pass
     assert len(pool_of(bench).unused_pages) == bench.spec.num_blocks
     assert hits(bench, "b", draw(60), 4) == 0
+
+
+def test_copies_that_a_lost_session_was_to_make_are_given_up() -> None:
+    """Their pages are free, also of a sequence that keeps its state and goes on."""
+    bench = stateful(max_num_batched_tokens=16, max_drafts=3)
+    bench.add("long", draw(21), 20)
+    for _ in range(2):
+        bench.plan()
+        bench.apply()
+    # With drafts the state of the prompt's end is saved a step later: the copy is armed.
+    assert len(pool_of(bench).states) == 2
+    bench.cut_session()
+    assert len(bench.lane.running) == len(pool_of(bench).states) == 1
+    bench.run()
+    assert bench.tokens["long"] == bench.known("long")
+
+
+def test_the_last_state_of_a_talk_goes_with_its_end() -> None:
+    """A talk's last state was saved long before its last block is idle; the blocks behind it are of no use, and go first."""
+    bench, text = stateful(44), draw(60)
+    bench.add("talk", text, 40)
+    for _ in range(9):
+        bench.step()
+    bench.add("short", draw(5), 1)
+    bench.run()
+    # 25 blocks and a state of 3 pages are idle; others need 15 blocks and a state.
+    fill(bench, 1)
+    assert hits(bench, "on", (*text, *draw(5, 1)), 2) == 56

@@ -27,7 +27,8 @@ STATE_BUGS = (
     SeededBug(
         "a copy is of the node behind it (SGLang 34760)",
         "scheduler_svc.core.memory.snapshots", "Snapshots.note_nodes",
-        "range(sequence.num_cached_blocks - save.num_blocks)", "range(sequence.num_cached_blocks - save.num_blocks - 1)",
+        "range(sequence.num_cached_blocks - save.num_blocks)",
+        "range(sequence.num_cached_blocks - save.num_blocks - 1)",
     ),
     SeededBug(
         "a copy that is given up keeps its pages (SGLang 16067, 21404)",

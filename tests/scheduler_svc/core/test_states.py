@@ -245,9 +245,8 @@ def test_a_wrong_state_makes_wrong_tokens() -> None:
         bench.step()
         (sequence,) = bench.sequences("a")
         bench.executor.inner.pools.device_states[sequence.state_pages[page]] += 1
-        with pytest.raises((AssertionError, InvariantError)):
-            bench.run()
-            assert bench.tokens["a"] == bench.known("a")
+        bench.run()
+        assert bench.tokens["a"] != bench.known("a")
 
 
 def test_copies_take_no_page_that_is_needed() -> None:
@@ -301,7 +300,7 @@ def test_copies_that_a_lost_session_was_to_make_are_given_up() -> None:
 
 
 def test_the_last_state_of_a_talk_goes_with_its_end() -> None:
-    """A talk's last state was saved long before its last block is idle; the blocks behind it are of no use, and go first."""
+    """A talk's last state was saved long before its last block is idle. The blocks behind it go first."""
     bench, text = stateful(44), draw(60)
     bench.add("talk", text, 40)
     for _ in range(9):

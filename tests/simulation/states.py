@@ -65,7 +65,9 @@ class KnownStates:
         self._arm(plan.state_saves)
 
     def _arm(self, saves: StateSaves) -> None:
-        pages = [tuple(saves.page_ids[first : first + self._size]) for first in range(0, len(saves.page_ids), self._size)]
+        pages = [
+            tuple(saves.page_ids[first : first + self._size]) for first in range(0, len(saves.page_ids), self._size)
+        ]
         for slot, position, own in zip(saves.slots, saves.positions, pages, strict=True):
             armed = self._armed.setdefault(slot, [])
             require(not armed or armed[-1][0] < position, f"slot {slot}: copies are not armed in order")

@@ -251,7 +251,10 @@ def _with_groups(rng: Random, models: tuple[ModelDescription, ...]) -> tuple[Mod
 
 
 def _with_states(rng: Random, scenario: Scenario) -> Scenario:
-    """The same with recurrent states: pages for all that run, for a few, or for a few copies besides."""
+    """The same with recurrent states: pages for all that run, for a few, or for a few copies besides.
+
+    Nobody is poisoned: a sample that comes back alone is no suspect, and here it kills whatever is tried beside it.
+    """
     models = []
     for model in scenario.models:
         num_pages = rng.randint(1, 3)
@@ -265,7 +268,8 @@ def _with_states(rng: Random, scenario: Scenario) -> Scenario:
             )
         )
     clients = tuple(client for client in scenario.clients if catalogue()[client.index].spec.beams is None)
-    return replace(scenario, models=tuple(models), clients=clients)
+    faults = tuple(fault for fault in scenario.faults if fault.kind != "poison")
+    return replace(scenario, models=tuple(models), clients=clients, faults=faults)
 
 
 def _draw_groups(rng: Random) -> tuple[KVGroup, ...]:

@@ -167,6 +167,8 @@ class ExecutorSpec:
     """Names of features that it lacks: see `core.placement.candidates`."""
     kv_groups: tuple[KVGroup, ...] = ()
     """Its KV groups; empty: one of all layers without a window, with one page a block."""
+    pages_per_state: int = 0
+    """Pages of the recurrent state of a sequence; 0: there is none."""
     group_sizes: GroupSizes | None = field(init=False, repr=False, compare=False)
     """What its groups take; None: a block is a page. It is made once, as each request asks."""
 

@@ -105,6 +105,7 @@ def executor_spec(model: ModelDescription, config: SchedulerConfig) -> ExecutorS
         grammar_engine=model.grammar_engine,
         lacks=lacking_features(model),
         kv_groups=model.kv_groups,
+        pages_per_state=model.pages_per_state,
     )
 
 

@@ -57,6 +57,8 @@ class ModelDescription:
     """Bytes of KV per block, over all layers, or with `kv_groups` per page; 0: unknown."""
     kv_groups: tuple[KVGroup, ...] = ()
     """Its KV groups; empty: one of all layers without a window, with one page a block."""
+    pages_per_state: int = 0
+    """Pages of the recurrent state of a sequence; 0: there is none."""
     shares_prefixes: bool = True
     """Whether a token's KV depends only on the tokens before it."""
     can_copy: bool = True

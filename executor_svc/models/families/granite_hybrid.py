@@ -42,7 +42,9 @@ def read_granite_4(config: dict[str, Any]) -> DecoderSpec:
     spec = replace(read_llama(dense), names=_SPLIT_NAMES if split else _NAMES)
     is_rotated = fields.text("position_embedding_type") == "rope"
     spec = multiplied(rotated_where(spec, [is_rotated] * spec.num_layers), fields)
-    name = "layers_block_type" if fields.get("layer_types") is None and fields.get("layers_block_type") else "layer_types"
+    name = (
+        "layers_block_type" if fields.get("layer_types") is None and fields.get("layers_block_type") else "layer_types"
+    )
     kinds = layer_kinds(fields, spec.num_layers, _KINDS, lambda layer: RECURRENT, name)
     if num_experts not in (None, 0):
         names = GRANITE

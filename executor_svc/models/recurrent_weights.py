@@ -99,9 +99,7 @@ class RecurrentWeights:
         )
         return Mamba(spec.shape, into, tensors, spec.limits, spec.eps, spec.norm, output, self._kernels)
 
-    def _linear(
-        self, use: str, prefix: str, names: list[str], spec: RecurrentSpec, biased: bool = False
-    ) -> Linear:
+    def _linear(self, use: str, prefix: str, names: list[str], spec: RecurrentSpec, biased: bool = False) -> Linear:
         shapes = spec.shapes(self._hidden)
         parts = [self._weights.open_linear(prefix + name, shapes[name]) for name in names]
         bias = None

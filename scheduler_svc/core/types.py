@@ -173,7 +173,9 @@ class ExecutorSpec:
     """What its groups take; None: a block is a page. It is made once, as each request asks."""
 
     def __post_init__(self) -> None:
-        sizes = group_sizes(self.kv_groups, self.block_size, self.max_num_batched_tokens, self.max_drafts)
+        sizes = group_sizes(
+            self.kv_groups, self.block_size, self.max_num_batched_tokens, self.max_drafts, self.pages_per_state
+        )
         object.__setattr__(self, "group_sizes", sizes)
 
     def footprint(self, num_tokens: int, chunk: int = 1) -> int:

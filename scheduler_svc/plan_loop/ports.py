@@ -83,7 +83,9 @@ class ModelDescription:
     @property
     def num_kv_tokens(self) -> int:
         """Number of tokens of one sequence whose KV the device pool holds; with KV groups at most max_model_len."""
-        sizes = group_sizes(self.kv_groups, self.block_size, self.max_num_batched_tokens)
+        sizes = group_sizes(
+            self.kv_groups, self.block_size, self.max_num_batched_tokens, pages_per_state=self.pages_per_state
+        )
         if sizes is None:
             return self.num_device_blocks * self.block_size
         return sizes.capacity(self.num_device_blocks, self.max_model_len)

@@ -38,6 +38,7 @@ _FIELDS = {
 }
 _DEFAULTS: dict[str, Any] = {
     "q_lora_rank": None,
+    "kv_lora_rank": 512,
     "routed_scaling_factor": 2.446,
     "moe_intermediate_size": 1024,
 }

@@ -7,17 +7,18 @@ is in its pages alone, so that it moves with them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import StateSaves
 from executor_svc.plan.arrays import BoolArray, IntArray, check_range, check_unique, ints
 from executor_svc.plan.limits import Limits
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NONE = np.iinfo(np.int64).max
 
@@ -108,6 +109,8 @@ class SlotStates:
 
         folded: [S] where the states stand. The last tokens of a step, as many as a tail holds, are not folded in it.
         """
+        import torch  # The simulated executor runs without it.
+
         ends = context + np.maximum(0, counts - self._limits.state_tail)
         slots: list[int] = []
         saves: list[ArmedSave] = []

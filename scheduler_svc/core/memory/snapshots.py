@@ -65,6 +65,10 @@ class Snapshots:
         yield from (save.pages for saves in self._of.values() for save in saves)
         yield from self._tiers.device.loose
 
+    def of(self, sequence: CachesBlocks) -> list[PendingSave]:
+        """The copies of a sequence whose slot is not released, in the order of positions."""
+        return self._of.get(sequence, [])
+
     def has(self, block_id: int) -> bool:
         """Whether a block has a snapshot."""
         return block_id in self._tiers.device.windows[self._number]

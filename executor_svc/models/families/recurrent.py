@@ -53,7 +53,7 @@ def with_recurrence(spec: DecoderSpec, kinds: Sequence[str], recurrent: Recurren
     return replace(spec, layers=tuple(layers))
 
 
-def read_gated_delta(fields: Fields, eps: float, names: DeltaNames, by_key_head: bool = False) -> GatedDeltaSpec:
+def read_gated_delta(fields: Fields, eps: float, names: DeltaNames) -> GatedDeltaSpec:
     """Return the gated delta rule of Qwen's families; eps: of norms."""
     key_heads = fields.integer("linear_num_key_heads", 16, at_most=MOST_HEADS)
     value_heads = fields.integer("linear_num_value_heads", 32, at_most=MOST_HEADS)
@@ -68,7 +68,7 @@ def read_gated_delta(fields: Fields, eps: float, names: DeltaNames, by_key_head:
         fields.integer("linear_value_head_dim", 128, at_most=MOST_SIZE),
         tiled=fields.flag("has_tiled_value_heads", False),  # in GGUF files
     )
-    return GatedDeltaSpec(shape, taps(fields, "linear_conv_kernel_dim", 4), eps, names, by_key_head)
+    return GatedDeltaSpec(shape, taps(fields, "linear_conv_kernel_dim", 4), eps, names)
 
 
 def taps(fields: Fields, name: str, default: int) -> int:
@@ -112,12 +112,14 @@ def step_limits(fields: Fields, name: str = "time_step_limit") -> tuple[float, f
         return 0.0, math.inf
     if not isinstance(given, list) or len(given) != 2:
         raise fields.error(name, f"must be a list of 2 numbers, not {brief(given)}")
-    low, high = (_infinite(each) for each in given)
-    if not is_number(low) or low < 0 or not (is_number(high) or high == math.inf) or high <= low:
+    low, high = (_number(each) for each in given)
+    if not 0 <= low < high or low == math.inf:
         raise fields.error(name, f"must be a number of at least 0 and a larger one, not {brief(given)}")
-    return float(low), float(high)
+    return low, high
 
 
-def _infinite(value: object) -> object:
-    """Return what transformers writes for an infinite number as one; others stay."""
-    return math.inf if value in ("Infinity", {"__float__": "Infinity"}) else value
+def _number(value: object) -> float:
+    """Return a number, infinite ones as transformers writes them too; others as NaN."""
+    if value in (math.inf, "Infinity", {"__float__": "Infinity"}):
+        return math.inf
+    return float(value) if is_number(value) and isinstance(value, int | float) else math.nan

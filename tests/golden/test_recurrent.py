@@ -51,7 +51,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 4,
         },
     ),
-    "qwen3_5 of one key head": ("qwen3_5_delta", {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
+    "qwen3_5 of one key head": (
+        "qwen3_5_delta",
+        {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "initializer_range": 0.15},
+    ),
 }
 
 
@@ -101,7 +104,14 @@ FEW_BITS: list[tuple[str, str, dict[str, Any]]] = [
     (
         "kimi_linear",
         "awq",
-        {**_WIDE, "linear_head_dim": 32, "linear_num_heads": 8, "kv_lora_rank": 32, "v_head_dim": 16},
+        {
+            **_WIDE,
+            "linear_head_dim": 32,
+            "linear_num_heads": 8,
+            "mlp_layer_types": ["sparse"] * 3,
+            "kv_lora_rank": 32,
+            "v_head_dim": 16,
+        },
     ),
     ("lfm2", "gptq with desc_act", {**_WIDE, "block_auto_adjust_ff_dim": False, "conv_bias": False}),
     ("nemotron_h", "gptq", {**_WIDE, "mamba_head_dim": 16, "moe_shared_expert_intermediate_size": 64}),

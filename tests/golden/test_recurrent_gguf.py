@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, Kinds, dict[str, Any]]] = {
     "granite_h without experts": (
         "granite_h",
         EIGHT_BITS,
-        {**_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 64, "mamba_proj_bias": True},
+        {**_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 96, "mamba_proj_bias": True},
     ),
     "kimi_linear": (
         "kimi_linear",

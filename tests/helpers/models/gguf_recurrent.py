@@ -29,7 +29,7 @@ _FACTORS = ("mlp_multipliers", "ssm_multipliers")
 
 def architecture_of(config: dict[str, Any]) -> str | None:
     """Return GGUF's name of a model with recurrent layers; None: it has none, or others."""
-    kind = config["model_type"]
+    kind: str = config["model_type"]
     if kind == "nemotron_h":
         return "nemotron_h_moe" if "moe" in config["layers_block_type"] else "nemotron_h"
     found = ARCHITECTURES.get(kind, kind)

@@ -25,7 +25,7 @@ FILES = sorted((Path(__file__).parents[2] / "data" / "published_configs").iterdi
 MIXTURE_LAYERS = 4
 """As many of one whose layers have hundreds of experts."""
 LISTS = ("hybrid_override_pattern", "layer_types", "no_rope_layers", "layer_rope_theta")
-RENAMED = {"phimoe": {".mlp.router.": ".block_sparse_moe.gate."}}
+RENAMED = {"nemotron_h": {"model.": "backbone."}, "phimoe": {".mlp.router.": ".block_sparse_moe.gate."}}
 """What transformers calls otherwise than files do."""
 MOST_LAYERS = 8
 """Of a model that is built: more are alike."""
@@ -73,13 +73,21 @@ class Kernels(CpuStateKernels):
         return tuple(linears)
 
 
+@dataclass
+class Prepared:
+    """A weight as kernels would have it."""
+
+    out_features: int
+    in_features: int
+
+
 class Builder:
     """Implements `models.base.Builder` without memory."""
 
     torch_device, dtype, kernels = torch.device("cpu"), torch.bfloat16, Kernels()
 
     def prepare_linear(self, name: str, weight: Any, bias: Tensor | None = None) -> Any:
-        return tuple(weight.shape)
+        return Prepared(*weight.shape)
 
     prepare_embedding = prepare_linear
 
@@ -95,7 +103,7 @@ def few_layers(content: dict[str, Any]) -> dict[str, Any]:
     if content.get("num_kv_shared_layers"):
         lists["num_kv_shared_layers"] = 2
     has_many = content.get("n_routed_experts") and "hybrid_override_pattern" not in content
-    most = MIXTURE_LAYERS if has_many or content.get("num_experts", 0) > 256 else MOST_LAYERS
+    most = MIXTURE_LAYERS if has_many or (content.get("num_experts") or 0) > 256 else MOST_LAYERS
     return {**content, count_of_layers(content): min(most, content[count_of_layers(content)]), **lists}
 
 
@@ -131,8 +139,9 @@ def by_expert(shapes: dict[str, tuple[int, ...]], spec: DecoderSpec) -> dict[str
         experts = spec.layers[layer].experts
         assert experts is not None
         own, hidden = experts.intermediate_size, spec.hidden_size
-        into = "gate_up" in name
-        assert (count, sorted(size)) == (experts.router.num_experts, sorted((2 * own if into else own, hidden)))
+        into = "gate_up" in name or (not experts.gated and "up_proj" in name)
+        rows = 2 * own if into and experts.gated else own
+        assert (count, sorted(size)) == (experts.router.num_experts, sorted((rows, hidden)))
         shape = (own, hidden) if into else (hidden, own)
         modules = experts.names.into if into else (experts.names.down,)
         found |= {f"model.layers.{layer}.{each.format(expert)}.weight": shape

@@ -85,10 +85,10 @@ class Computed:
     positions: IntArray
     """[Q] positions of the sampled tokens in their sequences."""
     prompt_logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
-    states: StepStates | None = None
-    """Recurrent states, with the copies that were made of them."""
     device_ns: int = 0
     sample_ns: int = 0
+    states: StepStates | None = None
+    """Recurrent states, with the copies that were made of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-HEADER_BYTES = 64
-"""int32 `folded`, the position at which the matrices stand; the rest is reserved."""
-UNIT_MULTIPLE = 64
-"""Units are whole cache lines, so that no two threads write to one."""
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from executor_svc.device.states import HEADER_BYTES, StateMemory
+from executor_svc.plan.arrays import IntArray
 
 
 class UnitPlace(NamedTuple):
@@ -57,6 +60,15 @@ class StateLayout:
         layers = tuple(tuple(places[layer, index] for index in range(len(sizes))) for layer, sizes in enumerate(units))
         return StateLayout(layers, num_pages, HEADER_BYTES + sum(map(sum, units)))
 
+    def memories(self, pool: Tensor) -> tuple[StateMemory | None, ...]:
+        """Return each layer's memory in a pool [num_pages, page_bytes] uint8; None for layers without a state."""
+        return tuple(
+            StateMemory(pool, tuple(place.page for place in places), tuple(place.offset for place in places))
+            if places
+            else None
+            for places in self.layers
+        )
+
     def padding(self, page_bytes: int) -> float:
         """Return the part of a state's pages that holds nothing."""
         return 1 - self.used_bytes / (self.pages_per_state * page_bytes)
@@ -70,3 +82,19 @@ def page_sizes_for(sizes: set[int], units: Sequence[Sequence[int]], row: int) ->
     largest = max(max(each) for each in units if each)
     grown = {-(-size // largest) * largest + header for size in sizes for header in (0, HEADER_BYTES)}
     return {row * -(-size // row) for size in (*grown, *sizes) if size >= largest}
+
+
+class StateHeaders:
+    """The headers of states in a pool on the CPU: where the matrices of each stand."""
+
+    def __init__(self, pool: Tensor) -> None:
+        """pool: [num_pages, page_bytes] uint8."""
+        self._folded: NDArray[np.int32] = pool.view(torch.int32).numpy()[:, 0]
+
+    def read(self, tables: NDArray[np.int32], context: IntArray) -> IntArray:
+        """Return [S] where the states in pages tables [S, P] stand: at 0 with no context, whatever the pages hold."""
+        return np.where(context > 0, self._folded[tables[:, 0]], 0)
+
+    def write(self, tables: Tensor, folded: Tensor) -> None:
+        """Set where the states in pages tables [S, P] int32 stand: at folded [S] int32."""
+        self._folded[tables.numpy()[:, 0]] = folded.numpy()

@@ -26,6 +26,7 @@ class PoolSizes:
     num_device_blocks: int
     num_host_blocks: int
     kv_groups: tuple[GroupShape, ...] = ()
+    pages_per_state: int = 0
 
     @property
     def bytes_per_block(self) -> int:

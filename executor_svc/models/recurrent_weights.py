@@ -66,7 +66,7 @@ class RecurrentWeights:
         tensors = DeltaTensors(
             conv=torch.cat(convs, 1),
             decay=self._decay(
-                prefix + (names.ready_decay if spec.is_decay_ready else names.decay),
+                prefix + (spec.ready_decay if spec.is_decay_ready else spec.decay),
                 (1, 1, shape.value_heads, 1) if by_key else (shape.value_heads,),
                 spec.is_decay_ready,
             ),
@@ -92,7 +92,9 @@ class RecurrentWeights:
         tensors = MambaTensors(
             conv=self._conv(f"{name}.conv1d", spec.channels, spec.width),
             conv_bias=self._weights.get(f"{name}.conv1d.bias", (spec.channels,)) if spec.conv_biased else None,
-            decay=self._decay(f"{name}.{'A' if spec.is_decay_ready else 'A_log'}", (heads,), spec.is_decay_ready),
+            decay=self._decay(
+                prefix + (spec.ready_decay if spec.is_decay_ready else spec.decay), (heads,), spec.is_decay_ready
+            ),
             dt_bias=self._float32(f"{name}.dt_bias", heads),
             d=self._float32(f"{name}.D", heads),
             norm=norm,

@@ -9,6 +9,7 @@ depend on each other, and no program reads what another writes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,9 +114,9 @@ def _recur(
     start, rows, context = sequence_of(sequence, starts, lens)
     if context < 0:
         # Padding: its rows stay finite.
-        end = tl.load(starts + sequence + 1)
-        for row in range(start, end):
-            tl.store(written + row.to(tl.int64) * (HEADS * COLUMNS), tl.zeros((PART,), dtype), value_mask)
+        for index in range(tl.load(starts + sequence + 1) - start):
+            row = (start + index).to(tl.int64)
+            tl.store(written + row * (HEADS * COLUMNS), tl.zeros((PART,), dtype), value_mask)
     else:
         folding = tl.maximum(rows - TAIL, 0)
         stands = tl.load(folded + sequence)
@@ -378,4 +379,5 @@ def _variant(name: str, shape: Recurrence, dtype: str, tail: int, quick: bool) -
     else:
         columns = heads * unit.columns + 2 * shape.groups * unit.rows
         constants, operation = mamba_constants(shape, tail, (columns, heads)), "mamba"
-    return variant(f"{operation} {name}", _recur, arguments, constants, recurrence_options(unit), quick)
+    found = variant(f"{operation} {name}", _recur, arguments, constants, recurrence_options(unit), quick)
+    return found if unit.decays == 1 else replace(found, no_spills=False)  # four bytes, with a tail on sm_80

@@ -77,7 +77,7 @@ def sequence_of(sequence, starts, lens):
 @triton.jit
 def line_of(tables, row, pages, units, unit, page_lines):
     """Return the line of the pool at which a unit begins, in the state with these pages: row `row` of tables."""
-    page = tl.load(tables + row.to(tl.int64) * pages + tl.load(units + 2 * unit))
+    page = tl.load(tables + pages.to(tl.int64) * row + tl.load(units + 2 * unit))
     return page.to(tl.int64) * page_lines + tl.load(units + 2 * unit + 1)
 
 
@@ -132,7 +132,7 @@ def _end_states(
         stood = tl.load(folded + sequence)
         for save in range(tl.load(save_starts + sequence), tl.load(save_starts + sequence + 1)):
             position = tl.load(save_positions + save)
-            page = tl.load(save_tables + save.to(tl.int64) * pages).to(tl.int64)
+            page = tl.load(save_tables + pages.to(tl.int64) * save).to(tl.int64)
             tl.store(pool + page * page_words, position, (position >= stood) & (position <= after))
 
 

@@ -35,6 +35,7 @@ from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
+from executor_svc.models.recurrent_spec import GatedDeltaSpec, MambaSpec
 from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
 from executor_svc.models.spec import DecoderSpec, LayerSpec, bias_names, linear_shapes
 from executor_svc.models.stacked_experts import StackedExpertWeights
@@ -107,7 +108,7 @@ def _check_names(folder: Path, fields: Fields) -> None:
 
 def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
     """Return the structure as the files have it: whether the head is the table of embeddings, which biases are 0, and
-    which linears latent attention has.
+    which tensors latent attention and recurrences have.
 
     A head of its own, with other numbers than the table's, is used whatever config.json says, as in transformers. A
     bias that config.json names and the files lack is 0; of a folder, if no layer has it and others of its kind are
@@ -131,15 +132,19 @@ def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, 
 
 
 def _with_stored_forms(weights: Weights, spec: DecoderSpec) -> DecoderSpec:
-    """Return the spec with the linears that files have in layers of latent attention."""
+    """Return the spec with the tensors that files have in layers of latent attention and of recurrences."""
 
     def holds(index: int, name: str) -> bool:
         return weights.holds(f"{LAYERS}.{index}.{name}.weight")
 
     def stored(index: int, layer: LayerSpec) -> LayerSpec:
-        latent = layer.latent
+        latent, recurrent = layer.latent, layer.recurrent
         if latent is not None and not holds(index, latent.heads) and holds(index, latent.by_kind[0]):
             layer = replace(layer, latent=replace(latent, is_by_kind=True))
+        if isinstance(recurrent, GatedDeltaSpec | MambaSpec) and weights.holds(
+            f"{LAYERS}.{index}.{recurrent.ready_decay}"
+        ):
+            layer = replace(layer, recurrent=replace(recurrent, is_decay_ready=True))
         return layer
 
     return replace(spec, layers=tuple(stored(*each) for each in enumerate(spec.layers)))
@@ -368,7 +373,7 @@ def read_scales(
 ) -> Sequence[KVScales | None]:
     """Return the scales of each layer's keys and values, for a cache in fp8, and log whether there are any."""
     scales = read_kv_scales(source, folder, names, heads, device.torch_device)
-    own = [scale for scale, layer in zip(scales, heads, strict=True) if layer.kv_of is None]
+    own = [scale for scale, layer in zip(scales, heads, strict=True) if layer.kv_of is None and layer.num_kv_heads]
     scaled = sum(each is not None for each in own)
     if scaled and scaled == len(own):
         _log.info("keys and values are in fp8, with the scales of the checkpoint")

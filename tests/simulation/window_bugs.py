@@ -26,7 +26,7 @@ WINDOW_BUGS = (
     SeededBug(
         "one of several window groups says where a hit ends (vLLM 46453)",
         "scheduler_svc.core.memory.hit_rule", "HitRule.last_end",
-        "number < len(lowest)", "number < 1",
+        "rank < len(lowest)", "rank < 1",
     ),
     SeededBug(
         "a window comes back from the host in part (LMCache 4247)",

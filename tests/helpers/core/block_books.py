@@ -47,6 +47,7 @@ class Row:
     sample_index: int = 0
     shared_blocks: SharedBlocks | None = None
     windows: list[range] = field(default_factory=list)
+    state_pages: tuple[int, ...] = ()
     prefix_ends: tuple[int, ...] = ()
     may_compute: bool = True
 

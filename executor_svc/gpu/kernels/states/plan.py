@@ -92,14 +92,11 @@ class GpuStatePlan:
         step.tables, step.save_starts = tables, saves.starts
         step.save_positions, step.save_tables = saves.positions, saves.tables
 
-    def set_sizes(self, num_seqs: int) -> None:
-        """Set the sequences of the step, with padding, for launches."""
-        self.num_tiles = num_seqs
-
-    def begin(self, num_tokens: int, pool: Tensor) -> None:
-        """Enqueue the reading of headers, for a step of so many tokens that was built on the device."""
+    def begin(self, num_seqs: int, num_tokens: int, pool: Tensor) -> None:
+        """Enqueue the reading of headers, for a step of these padded sizes that was built on the device."""
         assert self._state is not None
-        begin_states(self.step, self.num_tiles, num_tokens, self.tail, pool, self._state.numbers)
+        self.num_tiles = num_seqs
+        begin_states(self.step, num_seqs, num_tokens, self.tail, pool, self._state.numbers)
 
     def end(self, pool: Tensor) -> None:
         """Enqueue the writing of headers, when all layers are enqueued."""

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.kept import kept_copy
-from tests.recurrent_shapes import MODEL_TYPES, RECURRENT, randomize
+from tests.recurrent_shapes import MODEL_TYPES, randomize
+from tests.recurrent_shapes import RECURRENT as RECURRENT
 
 BOS, EOS = "<s>", "</s>"
 

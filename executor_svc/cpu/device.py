@@ -17,9 +17,9 @@ from executor_svc.config import CPU_MEMORY_SHARE as _SHARE
 from executor_svc.config import CpuIsa, ExecutorConfig
 from executor_svc.cpu.file_linear import CpuFileLinear
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
-from executor_svc.cpu.kernels.latent.kernels import CpuLatentKernels
 from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding, probe_linear, rows_with_drafts
 from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart
+from executor_svc.cpu.kernels.states.kernels import CpuStateKernels
 from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding
 from executor_svc.cpu.weight_readers import WeightReaders
 from executor_svc.cpu_memory import free_memory_bytes, one_at_a_time, promise_memory
@@ -106,7 +106,7 @@ class CpuDevice:
         self.numerics: Numerics = "fast" if config.numerics == "fast" else "exact"
         self.num_threads = config.num_threads or cores()
         torch.set_num_threads(self.num_threads)
-        self._kernels = CpuLatentKernels(self.num_threads, _isa(config.cpu_isa))
+        self._kernels = CpuStateKernels(self.num_threads, _isa(config.cpu_isa))
         self._linears: dict[_Kind, tuple[str, Linear, torch.dtype]] = {}
         self._probed: dict[_Kind, int] = {}
         """The rows that a shape was probed with."""

@@ -152,17 +152,19 @@ class _Heads:
         """Return numbers [..., columns] as [..., parts, part_columns], with zeros behind the last."""
         unit = self._unit
         missing = unit.num_parts * unit.part_columns - unit.columns
-        return functional.pad(numbers, (0, missing)).unflatten(-1, (unit.num_parts, unit.part_columns))
+        split: Tensor = functional.pad(numbers, (0, missing)).unflatten(-1, (unit.num_parts, unit.part_columns))
+        return split
 
     def _matrix(self, parts: Tensor) -> Tensor:
         """Return a view [parts, rows, part_columns]."""
         unit = self._unit
-        return parts[:, : unit.rows * unit.part_columns].unflatten(1, (unit.rows, unit.part_columns))
+        matrix: Tensor = parts[:, : unit.rows * unit.part_columns].unflatten(1, (unit.rows, unit.part_columns))
+        return matrix
 
     def _tail_rows(self, parts: Tensor, position: int) -> Tensor:
         """Return a view [parts, tail_columns]."""
         unit = self._unit
-        rows = parts[:, unit.rows * unit.part_columns :].unflatten(1, (self._tail, unit.tail_columns))
+        rows: Tensor = parts[:, unit.rows * unit.part_columns :].unflatten(1, (self._tail, unit.tail_columns))
         return rows[:, position % self._tail]
 
 
@@ -269,9 +271,9 @@ def _recurrence(
     for step in plan.steps:
         heads = _Heads(shape, memory, step.table, plan.tail)
         saves = {position: _Heads(shape, memory, pages, plan.tail) for position, pages in step.saves}
-        matrices = torch.zeros_like(heads.read()) if step.folded == 0 else heads.read()
-        for position, row in _folded_rows(matrices, heads, step):
-            matrices = row
+        start = torch.zeros_like(heads.read()) if step.folded == 0 else heads.read()
+        matrices = start
+        for position, matrices in _folded_rows(start, heads, step):
             if position in saves:
                 saves[position].write(matrices)
         last = step.context + step.folding(plan.tail)
@@ -341,7 +343,7 @@ def _ring(state: ConvState, memory: StateMemory, table: list[int], tail: int, dt
     rows = state.ring_rows(tail)
     size = rows * state.channels * dtype.itemsize
     numbers = memory.pool[table[memory.pages[0]], memory.offsets[0] : memory.offsets[0] + size]
-    return numbers.view(dtype).unflatten(0, (rows, state.channels))
+    return numbers.view(dtype).view(rows, state.channels)
 
 
 def _inputs(columns: Tensor, state: ConvState, memory: StateMemory, step: StateStep, tail: int) -> Tensor:

@@ -57,9 +57,7 @@ class Decoder:
         self.layer_states = layer_states(spec)
         attending = [index for index, layer in enumerate(spec.layers) if layer.has_attention]
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes[index] for index in attending))
-        ropes = {
-            index: (layer.rope, _unrotated(layer)) for index, layer in enumerate(spec.layers) if index in attending
-        }
+        ropes = {index: (spec.layers[index].rope, _unrotated(spec.layers[index])) for index in attending}
         distinct_ropes = list(dict.fromkeys(ropes.values()))
         self.windows = tuple(shape.window for shape in shapes)
         self._plan_of = {index: self.attention_shapes.index(shapes[index]) for index in attending}

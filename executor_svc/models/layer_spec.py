@@ -1,4 +1,4 @@
-"""The parts of a decoder's layer: sizes, names of modules in checkpoints, experts. `models.spec` has the whole model."""
+"""The parts of a decoder's layer: sizes, names of modules in checkpoints, experts; `models.spec` has the model."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class ExpertsSpec:
     activation: ClippedSwiglu | None = None
     """None: the model's."""
     gated: bool = field(default=True, repr=False)
-    """Whether each, and what is shared, multiplies the activation of one linear with another; else it has one alone. Not
-    in the digest, for that of the weights has the tensors."""
+    """Whether each, and what is shared, multiplies the activation of one linear with another; else it has one alone.
+    Not in the digest, for that of the weights has the tensors."""
     share: Share = field(default=WHOLE, repr=False)
     """Of a rank: it has these experts alone."""
 

@@ -42,7 +42,9 @@ class DeltaNames:
 
     into: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b",
                              "linear_attn.in_proj_a")  # fmt: skip
-    """Linears whose rows are those of queries, keys, values, the output's gate, beta and the decay, in this order."""
+    """Linears whose rows are those of queries, keys, values, the output's gate, beta and the decay, in this order. Of
+    fewer than four the last one has by key head its betas and decays, and of two the first one its query, key, values
+    and gates."""
     low_rank: tuple[str, str] | None = None
     """Linears out of low ranks, to the decay and to the output's gate; those in `into` are then into these ranks."""
     conv: tuple[str, ...] = ("linear_attn.conv1d",)
@@ -65,8 +67,6 @@ class GatedDeltaSpec:
     eps: float
     """Of the norm of the output."""
     names: DeltaNames = DeltaNames()
-    by_key_head: bool = False
-    """Whether the rows of two linears lie by key head: its query, key, values and gates; its betas and decays."""
     rank: int = 0
     """Of `DeltaNames.low_rank`."""
     is_decay_ready: bool = field(default=False, repr=False)
@@ -106,20 +106,25 @@ class GatedDeltaSpec:
         heads, names = self.shape.value_heads, self.names.into
         if self.names.low_rank is not None:
             return dict(zip(names, (self.keys, self.keys, self.values, heads, self.rank, self.rank), strict=True))
-        if self.by_key_head:
-            return dict(zip(names, (self.channels + self.values, 2 * heads), strict=True))
-        return dict(zip(names, (self.channels, self.values, heads, heads), strict=True))
+        rows = {
+            2: (self.channels + self.values, 2 * heads),
+            3: (self.channels, self.values, 2 * heads),
+            4: (self.channels, self.values, heads, heads),
+        }
+        return dict(zip(names, rows[len(names)], strict=True))
 
     def into_order(self) -> list[Ranges]:
-        """Return, for each of these linears, its stored rows in the order of the layer; (): they are in this order."""
-        if not self.by_key_head:
-            return [()] * len(self.names.into)
-        shape, each = self.shape, self.shape.value_heads // self.shape.key_heads
-        of_values = each * shape.value_size
-        return [
-            _by_part(shape.key_heads, (shape.key_size, shape.key_size, of_values, of_values)),
-            _by_part(shape.key_heads, (each, each)),
-        ]
+        """Return, for each of these linears, its stored rows in the order of the layer; (): they are in this order.
+
+        Those that have rows of several kinds, of two or three in all, have them by key head.
+        """
+        names, shape, each = self.names.into, self.shape, self.shape.value_heads // self.shape.key_heads
+        if len(names) > 3:
+            return [()] * len(names)
+        of_values, last = each * shape.value_size, _by_part(shape.key_heads, (each, each))
+        if len(names) == 3:
+            return [(), (), last]
+        return [_by_part(shape.key_heads, (shape.key_size, shape.key_size, of_values, of_values)), last]
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
         """Return the shapes of the linears by their names in the layer."""

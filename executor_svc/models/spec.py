@@ -69,7 +69,7 @@ class DecoderSpec:
     mlp_bias: bool = False
     gated_mlp: bool = True
     """Whether the MLP multiplies the activation of one linear, the gate, with another, up."""
-    names: LayerNames = LayerNames()
+    names: LayerNames = field(default=LayerNames())
 
     rotary_pairs: int = 0
     """Leading columns of a head that the checkpoint rotates as neighbouring pairs, not as halves: their rows in the

@@ -26,7 +26,6 @@ from executor_svc.models.families.recurrent import (
 from executor_svc.models.spec import DecoderSpec, ExpertsSpec, LayerNames
 
 _NAMES = LayerNames(into_mlp=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
-_SPLIT_NAMES = LayerNames(into_mlp=("shared_mlp.gate_proj", "shared_mlp.up_proj"), down="shared_mlp.down_proj")
 _KINDS = LINEAR_TYPES | {"mamba": RECURRENT, "attention": ATTENTION}
 _MOST_EXPAND = 64
 
@@ -39,7 +38,7 @@ def read_granite_4(config: dict[str, Any]) -> DecoderSpec:
     dense = {**without_experts(config), "mlp_bias": None}  # of no linear here
     if num_experts in (None, 0):
         dense["intermediate_size"] = shared
-    spec = replace(read_llama(dense), names=_SPLIT_NAMES if split else _NAMES)
+    spec = replace(read_llama(dense), names=LayerNames() if split else _NAMES)  # split: in GGUF files
     is_rotated = fields.text("position_embedding_type") == "rope"
     spec = multiplied(rotated_where(spec, [is_rotated] * spec.num_layers), fields)
     name = (
@@ -49,10 +48,13 @@ def read_granite_4(config: dict[str, Any]) -> DecoderSpec:
     if num_experts not in (None, 0):
         names = GRANITE
         if split:
-            names = replace(names, shared_into=_SPLIT_NAMES.into_mlp, shared_down=_SPLIT_NAMES.down)
+            into = ("shared_mlp.gate_proj", "shared_mlp.up_proj")
+            names = replace(names, shared_into=into, shared_down="shared_mlp.down_proj")
         router = read_router(fields, scores="logits", weighing="softmax")
         spec = with_experts(spec, ExpertsSpec(router, spec.intermediate_size, names, shared_size=shared))
     if RECURRENT not in kinds:
         return spec
     inner = fields.integer("mamba_expand", 2, at_most=_MOST_EXPAND) * spec.hidden_size
+    if fields.get("mamba_inner") is not None:  # in GGUF files
+        inner = fields.integer("mamba_inner")
     return with_recurrence(spec, kinds, read_mamba(fields, inner, spec.norm_eps, (128, 1, 256)))

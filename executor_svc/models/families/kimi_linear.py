@@ -1,7 +1,7 @@
 """Kimi Linear (Moonshot AI, 2025, arXiv 2510.26692): KimiLinearForCausalLM.
 
-As DeepSeek-V3, without rotary embedding, and with Kimi delta attention in the place of latent attention in three of four
-layers.
+As DeepSeek-V3, without rotary embedding, and with Kimi delta attention in the place of latent attention in three of
+four layers.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _FIELDS = {
 }
 _DEFAULTS: dict[str, Any] = {
     "q_lora_rank": None,
+    "kv_lora_rank": 512,
     "routed_scaling_factor": 2.446,
     "moe_intermediate_size": 1024,
 }

@@ -12,7 +12,7 @@ from cadenza_common.brief import brief
 from executor_svc.device.states import MambaState
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import MAX_LAYERS, read_common
-from executor_svc.models.families.experts import sigmoid_experts, without_experts
+from executor_svc.models.families.experts import count_from_0, sigmoid_experts, without_experts
 from executor_svc.models.families.recurrent import (
     ATTENTION,
     MOST_HEADS,
@@ -87,6 +87,7 @@ def read_nemotron_h(config: dict[str, Any]) -> DecoderSpec:
     if _EXPERTS in kinds:
         layers[_EXPERTS] = LayerSpec(None, experts=_experts(_EXPERT_DEFAULTS | config), has_attention=False)
     bias = fields.flag("attention_bias", False)
+    more = min(count_from_0(fields, "num_nextn_predict_layers", 0), MAX_LAYERS)  # of a head of multi-token prediction
     return replace(
         spec,
         layers=tuple(layers[kind] for kind in kinds),
@@ -97,7 +98,7 @@ def read_nemotron_h(config: dict[str, Any]) -> DecoderSpec:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=fields.flag("mlp_bias", False),
-        ignored=("mtp.",),
+        ignored=("mtp.", *(f"model.layers.{len(kinds) + layer}." for layer in range(more))),
     )
 
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config_fields import Fields
-from executor_svc.models.families.common import read_common, uniform_rope
-from executor_svc.models.families.experts import read_router, sparse_layers, with_experts, without_experts
+from executor_svc.models.families.common import MAX_LAYERS, read_common, uniform_rope
+from executor_svc.models.families.experts import count_from_0, read_router, sparse_layers, with_experts, without_experts
 from executor_svc.models.families.recurrent import (
     ATTENTION,
     LINEAR_TYPES,
@@ -27,6 +27,10 @@ from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
 _PART = 0.25
 _INTERVAL = 4
 _BY_KEY_HEAD = DeltaNames(into=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"))
+_PARTLY_BY_KEY_HEAD = DeltaNames(
+    into=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_ba"),
+)
+"""Of GGUF files."""
 _NEXT: dict[str, Any] = {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}
 _MIXTURE: dict[str, Any] = {"num_experts": 256, "num_experts_per_tok": 8}
 """What transformers takes for fields that a config.json leaves out."""
@@ -54,7 +58,7 @@ def read_qwen3_next(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(_NEXT | config)
     split = fields.flag("has_split_projections", False)  # in GGUF files
-    spec = _read(without_experts(config), DeltaNames() if split else _BY_KEY_HEAD)
+    spec = _read(without_experts(config), _PARTLY_BY_KEY_HEAD if split else _BY_KEY_HEAD)
     if fields.get("num_experts") == 0:
         return spec
     return with_experts(spec, _experts(fields, fields.flag("norm_topk_prob", False)), sparse_layers(fields))
@@ -71,6 +75,7 @@ def _read(config: dict[str, Any], names: DeltaNames) -> DecoderSpec:
     def kind(layer: int) -> str:
         return RECURRENT if (layer + 1) % interval else ATTENTION
 
+    more = min(count_from_0(fields, "mtp_num_hidden_layers", 0), MAX_LAYERS)  # of a head, which GGUF files have behind
     kinds = layer_kinds(fields, spec.num_layers, LINEAR_TYPES, kind)
     spec = replace(
         spec,
@@ -79,12 +84,11 @@ def _read(config: dict[str, Any], names: DeltaNames) -> DecoderSpec:
         head_norms="heads",
         norm_weight_offset=1.0,
         attention_gate=True,
-        ignored=("mtp.",),  # heads of multi-token prediction
+        ignored=("mtp.", *(f"model.layers.{spec.num_layers + layer}." for layer in range(more))),
     )
     if RECURRENT not in kinds:
         return spec
-    delta = read_gated_delta(fields, spec.norm_eps, names, by_key_head=names is _BY_KEY_HEAD)
-    return with_recurrence(spec, kinds, delta)
+    return with_recurrence(spec, kinds, read_gated_delta(fields, spec.norm_eps, names))
 
 
 def _experts(fields: Fields, shares: bool) -> ExpertsSpec:

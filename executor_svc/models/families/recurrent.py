@@ -53,7 +53,7 @@ def with_recurrence(spec: DecoderSpec, kinds: Sequence[str], recurrent: Recurren
     return replace(spec, layers=tuple(layers))
 
 
-def read_gated_delta(fields: Fields, eps: float, names: DeltaNames, by_key_head: bool = False) -> GatedDeltaSpec:
+def read_gated_delta(fields: Fields, eps: float, names: DeltaNames) -> GatedDeltaSpec:
     """Return the gated delta rule of Qwen's families; eps: of norms."""
     key_heads = fields.integer("linear_num_key_heads", 16, at_most=MOST_HEADS)
     value_heads = fields.integer("linear_num_value_heads", 32, at_most=MOST_HEADS)
@@ -68,7 +68,7 @@ def read_gated_delta(fields: Fields, eps: float, names: DeltaNames, by_key_head:
         fields.integer("linear_value_head_dim", 128, at_most=MOST_SIZE),
         tiled=fields.flag("has_tiled_value_heads", False),  # in GGUF files
     )
-    return GatedDeltaSpec(shape, taps(fields, "linear_conv_kernel_dim", 4), eps, names, by_key_head)
+    return GatedDeltaSpec(shape, taps(fields, "linear_conv_kernel_dim", 4), eps, names)
 
 
 def taps(fields: Fields, name: str, default: int) -> int:

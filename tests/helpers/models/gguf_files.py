@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.helpers.models import gguf_recurrent
 from tests.helpers.models.gguf_gemma4 import write_gemma4
 
 ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
@@ -91,7 +92,7 @@ def write_gguf(
         more_tensors: added, in F32.
     """
     config = _config(folder)
-    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    architecture = _architecture(config)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_file)
     _write_config(writer, config, architecture)
     if tokens:
@@ -127,7 +128,7 @@ def write_gguf(
 def dequantized(folder: Path, target: Path, kinds: Kinds) -> Path:
     """Write the checkpoint in float32, its matrices as they are after a way through their types, to `target`."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    architecture = _architecture(config)
     tensors = {}
     for name, values in _stored(folder):
         if values.ndim == 2 and name.endswith(".weight"):
@@ -205,6 +206,7 @@ def gguf_name(name: str, architecture: str) -> str:
     """Return GGUF's name of a tensor of transformers, from gguf's own table of names."""
     if name.endswith(".e_score_correction_bias"):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+    name = gguf_recurrent.name_of(name, architecture) if architecture in gguf_recurrent.NAMES else name
     part, _, kind = (f"{name}.weight" if name.endswith("layer_scalar") else _EXPERT.sub(r"\1.\3", name)).rpartition(".")
     if kind == "sinks":
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
@@ -219,6 +221,8 @@ def gguf_name(name: str, architecture: str) -> str:
         if name.endswith(f".{end}"):
             return f"blk.{name.split('.')[2]}.{other}"
     found = _names(architecture).get_name(part)
+    if found is not None and kind == "none":
+        return found
     assert found is not None, name
     return f"{found}.{kind}"
 
@@ -241,6 +245,11 @@ def _config(folder: Path) -> dict[str, Any]:
     if config["model_type"] == "falcon":
         return config | {"num_key_value_heads": config["num_kv_heads"] if config["new_decoder_architecture"] else 1}
     return config | ({"num_key_value_heads": heads} if config["model_type"] in ("gpt2", "gpt_neox") else {})
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    found = gguf_recurrent.architecture_of(config)
+    return found or ARCHITECTURES.get(config["model_type"], config["model_type"])
 
 
 @cache
@@ -302,6 +311,9 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
             yield f"{prefix}attn_k_b.weight", keys
             yield f"{prefix}attn_v_b.weight", value
             continue
+        if architecture in gguf_recurrent.NAMES and (found := _of_recurrent(name, values, config, architecture)):
+            yield from found
+            continue
         if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             name = f"{name}.weight"
         if expert := _EXPERT.search(name):
@@ -329,6 +341,19 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
         yield gguf_name(name, architecture), values
     for name, matrices in experts.items():
         yield name, np.stack([values for _, values in sorted(matrices, key=lambda each: each[0])])
+
+
+def _of_recurrent(name: str, values: Floats, config: dict[str, Any], architecture: str) -> list[tuple[str, Floats]]:
+    """Return what is made of a tensor that is of no expert."""
+    if (
+        ".experts." in name
+        or ".block_sparse_moe." in name
+        or ".shared_mlp." in name
+        or name.endswith("correction_bias")
+    ):
+        return []
+    made = gguf_recurrent.converted(name, values, config, architecture)
+    return [(gguf_name(each, architecture), rows) for each, rows in made]
 
 
 def _stack(name: str) -> tuple[str, ...]:
@@ -435,10 +460,13 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         if "full_attention" in config["layer_types"]:
             writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
-    _write_factors(writer, config)
+    if architecture != "falcon-h1":
+        _write_factors(writer, config)
+    if architecture in gguf_recurrent.NAMES:
+        gguf_recurrent.write_metadata(writer, config, architecture)
 
 
-_LATENTS = ("deepseek2", "mistral4")
+_LATENTS = ("deepseek2", "kimi-linear", "mistral4")
 
 
 def _write_latents(writer: Any, config: dict[str, Any]) -> None:

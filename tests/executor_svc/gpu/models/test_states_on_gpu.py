@@ -11,10 +11,11 @@ import torch
 
 from cadenza_common.plan.plan import BlockMoves, StateSaves
 from cadenza_common.plan.result import StepResult
+from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.speculation.ngram import NgramSource
 from tests.checkpoints import RECURRENT, make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.executor.plans import columns, scheduled, sequence
+from tests.helpers.executor.plans import columns, ints, scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import transformers_greedy, transformers_model
@@ -101,44 +102,66 @@ def test_a_state_of_another_position_fails_its_slot_alone(tmp_path: Path) -> Non
     good = stepper.step(admitted=(first,), scheduled=scheduled((0, 20, True)))
     wrong = sequence(1, PROMPT[:20], stepper.blocks(0)[:4], 16, state_pages=stepper.state(0))
     found = stepper.step(admitted=(wrong,), scheduled=scheduled((0, 1, True), (1, 4, True)))
-    assert good.failed_slots in ([], ())
-    assert list(found.failed_slots) == [1]
-    assert list(found.slots) == [0]
+    assert not len(good.error_slots)
+    assert list(found.error_slots) == [1]
+    assert len(found.token_ids) == 1
 
 
 @pytest.mark.parametrize("max_drafts", [1, 3])
 def test_drafts_change_no_token_and_no_save(max_drafts: int, tmp_path: Path) -> None:
-    """Two steps in flight: what drafts give is known two steps later."""
+    """Two steps in flight: how many drafts were accepted is known two steps later."""
     folder = make(tmp_path, "qwen3_5_delta")
-    prompt = PROMPT[:6] * 5
-    reference = transformers_greedy(transformers_model(folder), prompt, 40).tokens
-    model = Model(folder, device="cuda", speculative="ngram", num_speculative_tokens=max_drafts)
+    plain = decoded(Stepper(Model(folder, device="cuda"), more_states=4, max_inflight_plans=2), 0)
+    options: dict[str, Any] = {"speculative": "ngram", "num_speculative_tokens": max_drafts}
     stepper = Stepper(
-        model, max_drafts=max_drafts, drafts=lambda limits: NgramSource(limits, min_match=1), more_states=4,
-        max_inflight_plans=2,
+        Model(folder, device="cuda", **options), max_drafts=max_drafts,
+        drafts=lambda limits: NgramSource(limits, min_match=1), more_states=4, max_inflight_plans=2,
     )  # fmt: skip
+    drafted = decoded(stepper, max_drafts)
+    assert [tokens_of(each)[:40] for each in (plain, drafted)] == [tokens_of(plain)[:40]] * 2
+    accepted = sum(sum(each.num_accepted) for each in drafted)
+    assert accepted > 3
+    assert sum(sum(each.num_drafts) for each in drafted) - accepted > 3
+    named = [each for step in saved(drafted).values() for each in step]
+    assert named == [(0, position) for position in POSITIONS]
+    headers, copies = stepper.pools.pool.view(torch.int32), [stepper.state(index) for index in SAVED_AT]
+    assert [int(headers[pages[0], 0]) for pages in copies] == POSITIONS
+    # Each goes on as the sequence went, beside it: the same tokens, drafted or not.
+    known = [*PROMPT[:30], *tokens_of(plain)]
+    for slot, (position, pages) in enumerate(zip(POSITIONS, copies, strict=True), 1):
+        blocks = stepper.blocks(0)[: position // 8] + stepper.blocks(slot)[: 12 - position // 8]
+        again = sequence(
+            slot, known[:61], blocks, position, prompt=30, sampling=FEW_TOKENS, state_pages=stepper.state(slot)
+        )
+        result = stepper.step(
+            copies=BlockMoves(pages, stepper.state(slot)), admitted=(again,),
+            scheduled=scheduled((slot, 61 - position, True)),
+        )  # fmt: skip
+        assert result.token_ids.tolist() == known[61:62]
+
+
+POSITIONS, SAVED_AT = [24, 32, 48, 56], range(8, 12)
+FEW_TOKENS = SequenceSampling(allowed_token_ids=ints(3, 4, 7))
+"""So that some drafts are right, and some wrong."""
+
+
+def decoded(stepper: Stepper, max_drafts: int) -> list[StepResult]:
+    """Decode 45 tokens behind a prompt, and save its state at POSITIONS."""
     first = sequence(
-        0, prompt, stepper.blocks(0)[:16], max_drafts=max_drafts, max_len=70, state_pages=stepper.state(0)
-    )
-    positions = {24: stepper.state(8), 32: stepper.state(9), 48: stepper.state(10), 56: stepper.state(11)}
-    saves = StateSaves([0] * 4, list(positions), sum(positions.values(), []))
-    pending = deque(
-        [stepper.launch(admitted=(first,), state_saves=saves, scheduled=scheduled((0, len(prompt), True)))]
-    )
+        0, PROMPT[:30], stepper.blocks(0)[:12], max_drafts=max_drafts, max_len=90 if max_drafts else 0,
+        sampling=FEW_TOKENS, state_pages=stepper.state(0),
+    )  # fmt: skip
+    saves = StateSaves([0] * 4, POSITIONS, sum(map(stepper.state, SAVED_AT), []))
+    pending = deque([stepper.launch(admitted=(first,), state_saves=saves, scheduled=scheduled((0, 30, True)))])
     results: list[StepResult] = []
-    tokens: list[int] = []
-    while len(tokens) < 40:
-        pending.append(stepper.launch(step_id=1 + len(results), decode_ready=True, max_drafts=max_drafts))
-        if len(pending) > 1:
-            results.append(pending.popleft().result())
-            tokens += results[-1].token_ids.tolist()
-    assert tokens == reference
-    assert sum(sum(each.num_accepted) for each in results) > 3
-    assert sum(sum(each.num_drafts) - sum(each.num_accepted) for each in results) > 3
-    named = [each for step in saved(results).values() for each in step]
-    assert named == [(0, position) for position in positions]
-    pages = stepper.pools.pool.view(torch.int32)
-    assert [int(pages[each[0], 0]) for each in positions.values()] == list(positions)
+    while len(tokens_of(results)) < 45:
+        pending.append(stepper.launch(step_id=2 + len(results), decode_ready=True, max_drafts=max_drafts))
+        results.append(pending.popleft().result())
+    return [*results, pending.popleft().result(), stepper.step(held_slots=[0])]
+
+
+def tokens_of(results: list[StepResult]) -> list[int]:
+    return [token for each in results for token in each.token_ids]
 
 
 def saved(results: list[StepResult]) -> dict[int, list[tuple[int, int]]]:

@@ -104,6 +104,10 @@ class SlotStates:
             armed.append(ArmedSave(position, own.astype(np.int32)))
             self._next[slot] = armed[0].position
 
+    def is_due(self, rows: IntArray, ends: IntArray) -> bool:
+        """Return whether a copy is armed at or before ends [S] for one of the slots rows [S]."""
+        return bool(self.armed) and bool((self._next[rows] <= ends).any())
+
     def of_step(self, rows: IntArray, context: IntArray, counts: IntArray, folded: IntArray) -> StepStates:
         """Return the states of a step that computes counts [S] tokens of the slots rows [S] behind context [S].
 
@@ -115,8 +119,8 @@ class SlotStates:
         slots: list[int] = []
         saves: list[ArmedSave] = []
         starts = np.zeros(len(rows) + 1, np.int32)
-        if self.armed and (due := self._next[rows] <= ends).any():
-            for index in np.flatnonzero(due).tolist():
+        if self.is_due(rows, ends):
+            for index in np.flatnonzero(self._next[rows] <= ends).tolist():
                 slot = int(rows[index])
                 made = [each for each in self.armed[slot] if folded[index] <= each.position <= ends[index]]
                 saves += made

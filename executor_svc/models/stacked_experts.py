@@ -49,8 +49,11 @@ class StackedExpertWeights(SafetensorsWeights):
         self._stacks = [_Stack(experts) for experts in kinds.values()]
         for names in kinds:
             for stored, own in names.renamed:
-                found = [name for name in self._places if name.endswith(f".{stored}")]
-                self._places |= {name.removesuffix(stored) + own: self._places.pop(name) for name in found}
+                for name in [name for name in self._places if name.endswith(f".{stored}")]:
+                    renamed = name.removesuffix(stored) + own
+                    if renamed in self._places:
+                        raise LoaderError(f"model folder {folder}: tensors {name} and {renamed} are the same")
+                    self._places[renamed] = self._places.pop(name)
 
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `models.base.WeightSource`."""

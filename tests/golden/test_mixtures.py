@@ -58,6 +58,22 @@ def test_bits_in_bfloat16(tmp_path: Path, name: str) -> None:
     check_bits_of_chunks(check_bfloat16(folder, random_prompts(VOCABULARY, (90,))[0], median=True))
 
 
+ODD: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"kv_lora_rank": 13, "q_lora_rank": 11, "v_head_dim": 9, "n_routed_experts": 15, "n_group": 5},
+    "ernie4_5_moe": {"moe_num_experts": 5, "moe_k": 3, "head_dim": 10},
+    "minimax_m2": {"num_local_experts": 5},
+}
+"""Sizes of no whole vectors; routers in float32 read rows of an odd length."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_sizes_in_bfloat16(tmp_path: Path, name: str) -> None:
+    shape = {"hidden_size": 45, "intermediate_size": 21, "moe_intermediate_size": 17}
+    folder = make_checkpoint(tmp_path, name, **shape, **ODD[name])
+    (prompt,) = random_prompts(VOCABULARY, (90,))
+    check_bits_of_chunks(check_bfloat16(folder, prompt, median=True, experts="batched_mm"))
+
+
 FEW_BITS = [
     *(("qwen3_moe", layout) for layout in ("gptq", "gptq with desc_act", "awq", "w4a16", "fp8 in blocks", "mxfp4")),
     ("gemma4", "w4a16"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from cadenza_common.brief import brief
 from executor_svc.device.experts import Router
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.gguf.expert_content import CHOSEN, COUNTS
@@ -71,6 +72,21 @@ def count_from_0(fields: Fields, name: str, default: int) -> int:
     if default == 0 and value is None:
         return 0
     return 0 if value == 0 and value is not False else fields.integer(name, default)
+
+
+def alike_in_layers(config: dict[str, Any], names: tuple[str, ...], num_layers: int) -> Fields:
+    """Return fields in which a list with a number for each layer is that number: it must be the same in all layers."""
+    fields, found = Fields(config), dict[str, Any]()
+    for name in names:
+        value = fields.get(name)
+        if not isinstance(value, list):
+            continue
+        if len(value) != num_layers:
+            raise fields.error(name, f"must have num_hidden_layers {num_layers} entries, not {len(value)}")
+        if any(each != value[0] for each in value):
+            raise fields.error(name, f"{brief(value)} differs between layers, which is not supported")
+        found[name] = value[0]
+    return Fields(config | found)
 
 
 def sparse_layers(fields: Fields) -> Callable[[int], bool]:

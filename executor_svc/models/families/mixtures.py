@@ -15,6 +15,7 @@ from executor_svc.models.families.common import MAX_LAYERS, read_common, uniform
 from executor_svc.models.families.ernie import read_ernie_attention
 from executor_svc.models.families.exaone import read_exaone4
 from executor_svc.models.families.experts import (
+    alike_in_layers,
     count_from_0,
     read_router,
     sigmoid_experts,
@@ -47,6 +48,8 @@ _HUNYUAN = ExpertNames(
     shared_into=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
     shared_down="mlp.shared_mlp.down_proj",
 )
+_HUNYUAN_LISTS = "num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert"
+"""Fields that are lists with a number for each layer in the files of A13B."""
 
 
 def read_qwen2_moe(config: dict[str, Any]) -> DecoderSpec:
@@ -137,6 +140,7 @@ def read_ernie_moe(config: dict[str, Any]) -> DecoderSpec:
         router_in_float32=True,
         shared_size=size * count_from_0(fields, "moe_num_shared_experts", 2),
     )
+    spec = replace(spec, ignored=("model.mtp_",))  # a head of multi-token prediction
     return with_experts(spec, experts, lambda layer: not first <= layer < end or bool((layer + 1) % interval))
 
 
@@ -162,10 +166,14 @@ def _granite(spec: DecoderSpec, fields: Fields) -> DecoderSpec:
 
 def read_hunyuan_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
-    fields, spec = Fields(config), read_hunyuan(without_experts(config))
-    size = fields.integer("moe_intermediate_size", spec.intermediate_size)
+    spec = read_hunyuan(without_experts(config))
+    fields = alike_in_layers(config, _HUNYUAN_LISTS, spec.num_layers)
     experts = ExpertsSpec(
-        read_router(fields, rounded=False), size, _HUNYUAN, router_in_float32=True, shared_size=spec.intermediate_size
+        read_router(fields, rounded=False),
+        fields.integer("moe_intermediate_size", spec.intermediate_size),
+        _HUNYUAN,
+        router_in_float32=True,
+        shared_size=spec.intermediate_size * fields.integer("num_shared_expert", 1),
     )
     return with_experts(spec, experts)
 

@@ -76,7 +76,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("exaone_moe", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types must be a list of dense and sparse with num_hid"),
     ("exaone_moe", {"mlp_layer_types": ["sparse"] * 5 + [3]}, "mlp_layer_types must be a list of dense and sparse"),
     ("granitemoe_swa", {"shared_intermediate_size": -3}, "shared_intermediate_size must be a positive integer, not -3"),
-    ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": [1, 2]}, "moe_topk must be a positive integer"),
+    ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": [1, 2]}, "moe_topk must have num_hidden_layers 6 ent"),
+    ("hunyuan_v1_moe", {"moe_topk": [2] * 5 + [3]}, "moe_topk [2, 2, 2, 2, 2, 3] differs between layers, which is not"),
+    ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": ["2"] * 6}, "moe_topk must be a positive integer"),
+    ("hunyuan_v1_moe", {"num_shared_expert": [0] * 6}, "num_shared_expert must be a positive integer, not 0"),
 ]
 
 
@@ -182,6 +185,35 @@ def test_tensors_may_be_in_the_form_of_qwen3_5(folder: Path, tmp_path: Path) -> 
 def test_old_files_of_scout_have_a_number_for_true() -> None:
     assert read("llama4_text", attn_temperature_tuning=4) == read("llama4_text", attn_temperature_tuning=True)
     assert read("llama4_text", attn_temperature_tuning=False) != read("llama4_text")
+
+
+def test_files_of_hunyuan_have_counts_and_sizes_by_layer() -> None:
+    """As those of A13B."""
+    numbers = {"num_experts": 5, "num_experts_per_tok": None, "moe_topk": 2, "moe_intermediate_size": 32}
+    lists = {name: [value] * 6 for name, value in numbers.items() if value}
+    spec = read("hunyuan_v1_moe", **numbers | lists, num_shared_expert=[1] * 6)
+    assert spec == read("hunyuan_v1_moe", **numbers)
+    experts = spec.layers[3].experts
+    assert experts is not None
+    assert (experts.router.num_chosen, experts.intermediate_size, experts.shared_size) == (2, 32, spec.intermediate_size)
+
+
+def test_a_head_of_multi_token_prediction_of_ernie_is_left_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "made", "ernie4_5_moe")
+    (prompt,) = random_prompts(131, (20,))
+    tensors = load_file(folder / "model.safetensors")
+    more = ("mtp_block.0.self_attn.q_proj", "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0")
+    tensors |= {f"model.{name}.weight": torch.ones(3, 3) for name in more}
+    assert torch.equal(Model(copy(folder, tmp_path / "changed", tensors)).whole(prompt), Model(folder).whole(prompt))
+
+
+def test_a_tensor_under_both_of_its_names_is_refused(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.e_score_correction_bias"] = torch.ones(8)
+    with pytest.raises(
+        LoaderError, match=r"tensors model\.layers\.2\.mlp\.e_score.* and model\.layers\.2\.mlp\.gate\.e_s"
+    ):
+        Model(copy(folder, tmp_path / "changed", tensors))
 
 
 def unasked(folder: Path, target: Path) -> Path:

@@ -136,7 +136,7 @@ def test_a_peer_without_such_weights_is_refused(options: str, message: str, caps
 def test_openvinos_groups_divide_the_columns() -> None:
     assert {shape: int4_group(config) for shape, config in SHAPES.items()} == {
         "10m": 128, "135m": 32, "135m-131k": 32, "qwen3-0.6b": 128, "1b": 128,
-        "olmoe-4l": 128, "qwen3-30b-a3b-3l": 128,
+        "olmoe-4l": 128, "qwen3-30b-a3b-3l": 128, "qwen3.5-0.8b": 128, "lfm2.5-1.2b": 128,
     }  # fmt: skip
     assert weights_text("int4", SHAPES["135m"]).startswith("int4 by groups of 32, symmetric")
     # The head's size may be given: 3 heads of 32 are 96 columns.

@@ -20,6 +20,8 @@ from tests.helpers.core.known import VOCAB_SIZE
 
 FULL, WINDOW = KVGroup(0), KVGroup(1, 16, 3)
 GROUPS = {"full": (FULL,), "full and window": (FULL, WINDOW), "window": (KVGroup(0, 16),)}
+# A model without attention has a group that reads its own position alone.
+GROUPS["state alone"] = (KVGroup(0, 1),)
 KINDS = pytest.mark.parametrize("groups", GROUPS.values(), ids=list(GROUPS))
 
 
@@ -138,7 +140,7 @@ def test_samples_have_states_of_their_own(groups: Ids[KVGroup], depth: int, max_
 @pytest.mark.parametrize("num_host_blocks", [0, 300])
 @pytest.mark.parametrize("max_drafts", [0, 3])
 def test_preempted_requests_go_on_behind_a_state(groups: Ids[KVGroup], num_host_blocks: int, max_drafts: int) -> None:
-    num_blocks = {(FULL,): 70, (FULL, WINDOW): 150, (KVGroup(0, 16),): 60}[tuple(groups)]
+    num_blocks = {(FULL,): 70, (FULL, WINDOW): 150, (KVGroup(0, 16),): 60, (KVGroup(0, 1),): 30}[tuple(groups)]
     preemption = "swap" if num_host_blocks else "recompute"
     policies = Policies(PriorityOrder(), prefix_caching=True, preemption=preemption)
     limits = {"num_host_blocks": num_host_blocks, "max_drafts": max_drafts, "max_num_batched_tokens": 16}

@@ -37,6 +37,7 @@ _FLOAT = 4
 _VECTOR = LANES * _FLOAT
 _UNROLLED = 8
 """Rows of a matrix in a loop's body."""
+_ROWS_AHEAD = 2
 _LEAST_SCALE = 2.0**-40
 
 
@@ -163,6 +164,7 @@ class ColumnPasses:
         """Emit a row's pass, its output, and what it adds; before: key and decays of the row before the first."""
         emit, here, terms, step = self._emit, self._here, self._terms, self._here.step
         is_first, own = index.equals(0), here.vectors + index * terms.vector_bytes
+        self._prefetch(index + _ROWS_AHEAD)
         key = before[0].where(is_first, own - terms.vector_bytes)
         decays = key
         if terms.by_key:
@@ -194,7 +196,7 @@ class ColumnPasses:
         """Emit a row's outputs; return what it adds. decay: with the scale."""
         emit, here, terms = self._emit, self._here, self._terms
         scalars = here.scalars + index * terms.scalar_bytes
-        beta, product = (emit.load_all(scalars + which * terms.heads * _FLOAT, "float32") for which in (1, 2))
+        beta, product = (emit.load_all(scalars + which * _FLOAT, "float32") for which in (1, 2))
         skip = None if terms.is_delta else emit.load_all(here.d + here.head * _FLOAT, "float32")
         total = []
         for v in self._vectors:
@@ -274,6 +276,14 @@ class ColumnPasses:
         row = self._here.tail_row(position)
         decay = row + self._unit.padded_rows * _FLOAT
         return _Tail(row, decay, decay + self._unit.decay_columns * _FLOAT + self._first * _VECTOR)
+
+    def _prefetch(self, index: Int) -> None:
+        """Prefetch what lies far from what the row before reads and writes; a row there may not be."""
+        dtype, row = self._sizes.dtype, self._terms.shape.num_heads * self._unit.columns
+        size = len(self._vectors) * LANES * ITEM_BYTES[dtype]
+        at = self._first * LANES * ITEM_BYTES[dtype]
+        self._emit.prefetch(self._here.x + index * self._here.stride + at, size)
+        self._emit.prefetch(self._here.y + index * (row * ITEM_BYTES[dtype]) + at, size)
 
     def _value(self, index: Int, v: int) -> Vec:
         dtype = self._sizes.dtype

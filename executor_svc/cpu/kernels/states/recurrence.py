@@ -35,8 +35,8 @@ def recurrence(code: Code, dtype: Dtype, kernel: HeadKernel) -> str:
     """Add the kernel; returns its name.
 
     Items: one for each part of each head of each sequence of the plan. Arguments: items, x, bytes from one of its rows
-    to the next, y [rows, H * columns], vectors and scalars of `TermLayout`, d [H] or 0, the pool, bytes of a page,
-    places of units, table of the plan.
+    to the next, y [rows, H * columns], vectors and scalars of `TermLayout` and the rows of each head there, d [H] or 0,
+    the pool, bytes of a page, places of units, table of the plan.
     """
     terms = TermLayout.of(kernel.shape)
     vectors = terms.unit.part_columns // LANES
@@ -46,7 +46,7 @@ def recurrence(code: Code, dtype: Dtype, kernel: HeadKernel) -> str:
 
     def body(
         emit: Emitter, item: Int, _: Int, __: Int, x: Int, stride: Int, y: Int, vectors_at: Int, scalars: Int,
-        d: Int, pool: Int, page_bytes: Int, places: Int, table: Int,
+        height: Int, d: Int, pool: Int, page_bytes: Int, places: Int, table: Int,
     ) -> None:  # fmt: skip
         copy, ones = scratch(emit, sizes.matrix_bytes), scratch(emit, unit.padded_rows * _FLOAT)
         step = SequenceStep.read(emit, table, item // kernel.items)
@@ -58,8 +58,8 @@ def recurrence(code: Code, dtype: Dtype, kernel: HeadKernel) -> str:
         here = HeadPart(
             sizes, step, head, column, x + step.row * stride + (value + kernel.first_value) * size, stride,
             y + (step.row * (kernel.shape.num_heads * unit.columns) + value) * size,
-            vectors_at + step.row * terms.vector_bytes + terms.key_offset(emit, head),
-            scalars + step.row * terms.scalar_bytes + head * _FLOAT, d,
+            vectors_at + (terms.key_head(head) * height + step.row) * terms.vector_bytes,
+            scalars + (head * height + step.row) * terms.scalar_bytes, d,
             units.address(emit, step.pages, head + 1) + offset, offset, units, copy, ones,
         )  # fmt: skip
         _fill_ones(emit, here)
@@ -68,7 +68,7 @@ def recurrence(code: Code, dtype: Dtype, kernel: HeadKernel) -> str:
             ColumnPasses(emit, here, first).run(scale)
         _write_keys(emit, here)
 
-    return code.kernel(f"recurrence_{dtype}_{terms}_{kernel.tail}_{kernel.first_value}", 11, body)
+    return code.kernel(f"recurrence_{dtype}_{terms}_{kernel.tail}_{kernel.first_value}", 12, body)
 
 
 def _fill_ones(emit: Emitter, here: HeadPart) -> None:

@@ -81,9 +81,7 @@ def page_sizes_for(sizes: set[int], units: Sequence[Sequence[int]], row: int) ->
     """
     kinds = {size for each in units for size in each}
     largest = max(kinds)
-    grown = {
-        -(-size // unit) * unit + header for size in (*sizes, largest) for unit in kinds for header in (0, HEADER_BYTES)
-    }
+    grown = {-(-size // unit) * unit + header for size in sizes for unit in kinds for header in (0, HEADER_BYTES)}
     return {row * -(-size // row) for size in (*grown, *sizes) if size >= largest}
 
 

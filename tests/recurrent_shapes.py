@@ -9,6 +9,7 @@ from torch import Tensor
 _PLAIN = {"rope_type": "default", "rope_theta": 5000.0}
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _DELTA = {
+    "initializer_range": 0.2,
     "num_hidden_layers": 4,
     "head_dim": 20,
     "linear_num_key_heads": 2,

@@ -112,13 +112,13 @@ class RecurrentWeights:
         orders, dtype = spec.into_order(), self._builder.dtype
         if not any(orders):
             return linear_weight(parts, dtype)
-        put = [_rows_in(row_order(order)) for order in orders]
+        put = [_rows_in(row_order(order) if order else None) for order in orders]
         stored = [part for part in parts if not isinstance(part, QuantRows)]
         if len(stored) == len(parts):
             return LinearWeight(stored, dtype, widen=put, multiple=max(part.shape[0] for part in parts))
         return StoredLinear(
             [
-                QuantRowsByHead(part, order)
+                (QuantRowsByHead(part, order) if order else part)
                 if isinstance(part, QuantRows)
                 else LinearWeight([part], dtype, widen=[each], multiple=part.shape[0])
                 for part, order, each in zip(parts, orders, put, strict=True)
@@ -148,8 +148,10 @@ def scaled(linear: Linear, factors: Sequence[tuple[float, int]], builder: Builde
     return ScaledLinear(linear, columns.to(builder.torch_device, builder.dtype), builder.kernels)
 
 
-def _rows_in(order: Tensor) -> Callable[[Tensor], Tensor]:
+def _rows_in(order: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return what puts all rows of a weight in this order; None: they stay."""
+
     def put(rows: Tensor) -> Tensor:
-        return rows[order.to(rows.device)]
+        return rows if order is None else rows[order.to(rows.device)]
 
     return put

@@ -25,7 +25,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in RECURRENT},
     "falcon_h1 with a norm": (
         "falcon_h1",
-        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_proj_bias": True, "attention_bias": True},
+        {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "ssm_in_multiplier": 1.0,
+            "attention_bias": True,
+            "attention_in_multiplier": 1.0,
+        },
     ),
     "falcon_h1 with a norm before": ("falcon_h1", {"mamba_rms_norm": True, "mamba_conv_bias": False}),
     "granite_h without experts": (
@@ -39,7 +46,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         {
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
-            "attention_bias": True,
             "mlp_bias": True,
             "use_bias": True,
             "n_groups": 4,
@@ -92,7 +98,11 @@ _DELTA = {**_WIDE, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "shar
 FEW_BITS: list[tuple[str, str, dict[str, Any]]] = [
     ("falcon_h1", "w4a16", {**_WIDE, "mamba_d_ssm": 128, "mamba_d_head": 16}),
     ("granite_h", "w4a16", {**_WIDE, "mamba_d_head": 16, "shared_intermediate_size": 64}),
-    ("kimi_linear", "awq", {**_WIDE, "linear_head_dim": 32, "linear_num_heads": 2, "kv_lora_rank": 32, "v_head_dim": 16}),
+    (
+        "kimi_linear",
+        "awq",
+        {**_WIDE, "linear_head_dim": 32, "linear_num_heads": 8, "kv_lora_rank": 32, "v_head_dim": 16},
+    ),
     ("lfm2", "gptq with desc_act", {**_WIDE, "block_auto_adjust_ff_dim": False, "conv_bias": False}),
     ("nemotron_h", "gptq", {**_WIDE, "mamba_head_dim": 16, "moe_shared_expert_intermediate_size": 64}),
     ("qwen3_5_delta", "gptq", _DELTA | {"attention_bias": False}),

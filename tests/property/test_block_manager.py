@@ -23,6 +23,7 @@ START = {
     "caching": [True, True, True, False],
     "rates": [None, (1000, 1), (10, 15), (1, 1000)],
     "groups": GROUPS,
+    "state_pages": [0, 0, 1, 3],
 }
 ARRIVE = {
     "prompt": PROMPTS,

@@ -27,6 +27,8 @@ def read_falcon_h1(config: dict[str, Any]) -> DecoderSpec:
     fields = Fields(config)
     spec = read_llama({"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5} | config)
     into, mlp = fields.number("attention_in_multiplier", 1.0), _factors(fields, "mlp_multipliers", 2)
+    if into != 1.0:
+        fields.refuse("attention_bias", "biases are not supported beside an attention_in_multiplier")
     mamba = _mamba(fields, spec)
     return replace(
         spec,
@@ -47,7 +49,9 @@ def _mamba(fields: Fields, spec: DecoderSpec) -> MambaSpec:
     else:
         inner = fields.integer("mamba_d_ssm", _INNER)
     into = fields.number("ssm_in_multiplier", 1.0)
-    columns = (into * each for each in _factors(fields, "ssm_multipliers", 5))
+    if into != 1.0:
+        fields.refuse("mamba_proj_bias", "biases are not supported beside an ssm_in_multiplier")
+    gate, x, b, c, dt = (into * each for each in _factors(fields, "ssm_multipliers", 5))
     before_gate = fields.flag("mamba_norm_before_gate", True)
     return replace(
         read_mamba(fields, inner, spec.norm_eps, (128, 1, 256)),
@@ -55,7 +59,7 @@ def _mamba(fields: Fields, spec: DecoderSpec) -> MambaSpec:
         norm="norm then silu" if before_gate else "silu then norm",
         norm_in_fp32=True,
         output_biased=fields.flag("projectors_bias", False),
-        factors=MambaFactors(*columns, output=fields.number("ssm_out_multiplier", 1.0)),
+        factors=MambaFactors(gate, x, b, c, dt, fields.number("ssm_out_multiplier", 1.0)),
     )
 
 

@@ -112,12 +112,14 @@ def step_limits(fields: Fields, name: str = "time_step_limit") -> tuple[float, f
         return 0.0, math.inf
     if not isinstance(given, list) or len(given) != 2:
         raise fields.error(name, f"must be a list of 2 numbers, not {brief(given)}")
-    low, high = (_infinite(each) for each in given)
-    if not is_number(low) or low < 0 or not (is_number(high) or high == math.inf) or high <= low:
+    low, high = (_number(each) for each in given)
+    if not 0 <= low < high or low == math.inf:
         raise fields.error(name, f"must be a number of at least 0 and a larger one, not {brief(given)}")
-    return float(low), float(high)
+    return low, high
 
 
-def _infinite(value: object) -> object:
-    """Return what transformers writes for an infinite number as one; others stay."""
-    return math.inf if value in ("Infinity", {"__float__": "Infinity"}) else value
+def _number(value: object) -> float:
+    """Return a number, infinite ones as transformers writes them too; others as NaN."""
+    if value in (math.inf, "Infinity", {"__float__": "Infinity"}):
+        return math.inf
+    return float(value) if is_number(value) and isinstance(value, int | float) else math.nan

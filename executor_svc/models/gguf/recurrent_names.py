@@ -50,7 +50,7 @@ _KIMI = {
     **{f"block_sparse_moe.shared_experts.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
 }
 RECURRENT_NAMES: dict[str, dict[str, str]] = {
-    "falcon-h1": {"pre_ff_layernorm": "ffn_norm", **_OF_MAMBA},
+    "falcon-h1": _OF_MAMBA,
     "granitehybrid": _OF_MAMBA,
     "kimi-linear": _KIMI,
     "lfm2": _LFM,
@@ -64,13 +64,14 @@ RECURRENT_NAMES: dict[str, dict[str, str]] = {
 """By architecture: modules of a layer."""
 RECURRENT_TENSORS = {
     "feed_forward.expert_bias": "exp_probs_b.bias",
+    "pre_ff_layernorm.weight": "ffn_norm",
     **{
         f"{module}.{name}": stored
         for module in ("linear_attn", "mamba", "mixer", "self_attn")
         for name, stored in (("A", "ssm_a"), ("D", "ssm_d"), ("dt_bias", "ssm_dt.bias"))
     },
 }
-"""Tensors of a layer that are no weights or biases of modules."""
+"""Tensors of a layer that are no weights or biases of modules, or not called so: Falcon-H1's norm before the MLP."""
 FINAL_NORMS = dict.fromkeys(("lfm2", "lfm2moe"), "token_embd_norm")
 """By architecture: the final norm, where it is called otherwise."""
 SHIFTED_NORMS = ("qwen35", "qwen35moe", "qwen3next")

@@ -97,6 +97,8 @@ class MtpHead:
         residual = self._copied(weights.input_proj(both), hidden)
         assert layer.before_attention is not None
         assert layer.before_mlp is not None
+        assert layer.attention is not None
+        assert layer.mlp is not None
         normed = layer.before_attention(residual)
         attended = layer.attention(normed, ropes[0], kv_layers[0], plans[0], tables[0] if tables else 0)
         normed, residual = layer.before_mlp.of_sum(attended, residual)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -39,6 +40,17 @@ class PagedTiers(BlockTiers):
         self._kept: dict[int, list[tuple[PagedPool, int, int]]] = {}
         """By device block that this plan moves to: pool, group and block of the windows that it reads, which are held
         until the plan is complete."""
+
+    @property
+    def num_used_host(self) -> int:
+        host = self.host
+        num_pages = 0 if self.states is None else self.states.num_read(host) * self._sizes.state_pages
+        kept = Counter((number, block_id) for pool, number, block_id in self.kept if pool is host)
+        for (number, block_id), count in kept.items():
+            # Without other holders of the block, all of its pages are left out already.
+            if host.ref_counts[block_id] > 1 and host.window_refs[number][block_id] == count:
+                num_pages += self._sizes.extra_pages[number]
+        return super().num_used_host - num_pages
 
     def take(self, count: int) -> list[int]:
         device = self.device

@@ -108,6 +108,10 @@ class StateMoves:
             each.clear()
         return moves
 
+    def num_read(self, pool: PagedPool) -> int:
+        """Number of states and snapshots of a pool that have no holder but this plan."""
+        return len(self._read[pool is self._host]) + len(pool.window_refs[self._number])
+
     def kept(self, pool: PagedPool) -> set[Pages]:
         """States without a holder that this plan reads."""
         return self._read[pool is self._host]

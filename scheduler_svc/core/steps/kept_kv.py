@@ -51,7 +51,7 @@ def keep_kv(requests: RequestTable, lane: Lane) -> None:
     for sequence in lane.running:
         if not (sequence.awaits_fork or sequence.is_spare_beam):
             lane.prefilling.add(sequence)
-    _file_due_beams(lane)
+    _file_due_beams(lane, changed)
     _give_up_uncertain(requests, lane, joined, changed)
 
 
@@ -113,10 +113,13 @@ def _uncertain_swaps(lane: Lane, steps: list[PlannedStep]) -> list[Sequence]:
     return swapped
 
 
-def _file_due_beams(lane: Lane) -> None:
-    """Mark groups whose beams each lack their newest token only: the next plan copies the blocks that they share."""
+def _file_due_beams(lane: Lane, changed: set[Sequence]) -> None:
+    """Mark groups whose beams each lack their newest token only: the next plan copies the blocks that they share.
+
+    changed: those whose states are uncertain.
+    """
     for group in dict.fromkeys(sequence.group for sequence in lane.running if sequence.is_beam):
-        if group.forked and len(group.due_beams) == len(group.beams):
+        if group.forked and len(group.due_beams) == len(group.beams) and changed.isdisjoint(group.beams):
             lane.due_beam_groups[group] = None
             for beam in group.beams:
                 lane.prefilling.discard(beam)

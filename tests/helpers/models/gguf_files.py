@@ -24,7 +24,7 @@ from tests.helpers.models.gguf_gemma4 import write_gemma4
 
 ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 """Matrices that are F32 in any case."""
-_SPLIT = ("granitemoe", "llama4")
+_SPLIT = ("granitehybrid", "granitemoe", "llama4")
 """Those of which gate and up of all experts are tensors of their own."""
 _EXPERT = re.compile(r"(\.experts)\.(\d+)\.(\w+\.weight)$")
 Floats = NDArray[np.float32]
@@ -107,6 +107,7 @@ def write_gguf(
         _add(writer, key, value)
     for name, values in _tensors(folder, config, architecture):
         is_wide = name.endswith((*ROUTERS, ".bias")) or name == "position_embd.weight"
+        is_wide = is_wide or any(part in name for part in gguf_recurrent.SMALL)
         kind = Type.F32 if values.ndim == 1 or is_wide else kinds(name)
         writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
     for kind in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
@@ -138,7 +139,7 @@ def dequantized(folder: Path, target: Path, kinds: Kinds) -> Path:
                 values, is_turned = np.ascontiguousarray(values.T), True
             values = gguf.dequantize(quantized(values, kind), kind)
             values = values.T if is_turned else values
-        if values.ndim == 3 and architecture != "gpt-oss":
+        if values.ndim == 3 and architecture != "gpt-oss" and ".conv" not in name and "_conv1d." not in name:
             is_turned = architecture == "llama4"
             stored = values.swapaxes(1, 2) if is_turned else values
             kind = kinds(f"blk.0.{_stack(name)[0]}.weight")
@@ -236,8 +237,14 @@ def _config(folder: Path) -> dict[str, Any]:
     """Return config.json by the names of fields that most families have."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = {"n_embd": "hidden_size", "n_positions": "max_position_embeddings", "n_head": "num_attention_heads"}
-    names |= {"n_layer": "num_hidden_layers", "n_inner": "intermediate_size", "ffn_hidden_size": "intermediate_size"}
+    names |= {
+        "model_max_length": "max_position_embeddings",
+        "n_layer": "num_hidden_layers",
+        "n_inner": "intermediate_size",
+        "ffn_hidden_size": "intermediate_size",
+    }
     config |= {known: config[name] for name, known in names.items() if config.get(name)}
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type") or ()))
     heads = config["num_attention_heads"]
     if config["model_type"] == "llama4_text":
         sizes = {"moe_intermediate_size": config["intermediate_size"]}
@@ -345,12 +352,8 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
 
 def _of_recurrent(name: str, values: Floats, config: dict[str, Any], architecture: str) -> list[tuple[str, Floats]]:
     """Return what is made of a tensor that is of no expert."""
-    if (
-        ".experts." in name
-        or ".block_sparse_moe." in name
-        or ".shared_mlp." in name
-        or name.endswith("correction_bias")
-    ):
+    others = (".experts.", ".block_sparse_moe.", ".kv_b_proj.", "correction_bias")
+    if any(part in name for part in others) or (".shared_mlp." in name and config.get("num_local_experts")):
         return []
     made = gguf_recurrent.converted(name, values, config, architecture)
     return [(gguf_name(each, architecture), rows) for each, rows in made]

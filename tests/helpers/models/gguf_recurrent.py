@@ -21,6 +21,8 @@ ARCHITECTURES = {
 }
 """GGUF's by transformers' model_type, where they differ."""
 NAMES = {*ARCHITECTURES.values(), "lfm2", "nemotron_h", "nemotron_h_moe"}
+SMALL = (".ssm_conv1d", ".ssm_a", ".ssm_d", ".ssm_norm", ".shortconv.conv.")
+"""Parts of the names of tensors that are F32 in any case."""
 _ATTENTION = ("attention", "full_attention")
 _QWEN = ("qwen35", "qwen35moe", "qwen3next")
 _FACTORS = ("mlp_multipliers", "ssm_multipliers")
@@ -50,6 +52,10 @@ def write_metadata(writer: Any, config: dict[str, Any], architecture: str) -> No
         else:
             writer.add_uint32(f"{architecture}.{name}", value)
 
+    eps = config.get("norm_eps") or config.get("layer_norm_epsilon")
+    if eps:
+        writer.kv_data[0].pop(f"{architecture}.attention.layer_norm_epsilon")
+        writer.add_layer_norm_rms_eps(eps)
     if architecture in ("lfm2", "lfm2moe"):
         again("attention.head_count_kv", heads)
         writer.add_shortconv_l_cache(config["conv_L_cache"])
@@ -120,18 +126,22 @@ def _write_experts(writer: Any, config: dict[str, Any], architecture: str) -> No
 
 def name_of(name: str, architecture: str) -> str:
     """Return the name that the converter looks up for a tensor of transformers."""
-    name = name.replace("backbone.", "model.") if architecture in ("falcon-h1", "lfm2") else name
+    if architecture.startswith("nemotron"):
+        name = name.replace("model.", "backbone.", 1)
     if name.endswith(".dt_bias"):
         name = f"{name.removesuffix('.dt_bias')}.dt_proj.bias"
     elif name.endswith(".expert_bias"):
         name = f"{name}.bias"
-    elif name.endswith((".A_log", ".D")):
+    elif name.endswith((".A_log", ".D", ".pre_ff_layernorm.weight")):
         name = f"{name}.none"
     return name
 
 
 def converted(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Iterator[tuple[str, Floats]]:
     """Yield a tensor as it is in files, under the name that is looked up: of some two are made."""
+    if ".shared_mlp." in name:
+        yield from _of_mlp(name, values)
+        return
     if name.endswith(".A_log"):
         values = -np.exp(values)
     if architecture in _QWEN:
@@ -157,6 +167,16 @@ def converted(name: str, values: Floats, config: dict[str, Any], architecture: s
     if architecture == "falcon-h1":
         values = _multiplied(name, values, config)
     yield name, np.ascontiguousarray(values)
+
+
+def _of_mlp(name: str, values: Floats) -> Iterator[tuple[str, Floats]]:
+    """Yield the MLP of a Granite without experts, gate and up by themselves."""
+    layer = name.partition("shared_mlp")[0]
+    if name.endswith("output_linear.weight"):
+        yield f"{layer}mlp.down_proj.weight", values
+        return
+    for part, rows in zip(("gate", "up"), np.split(values, 2), strict=True):
+        yield f"{layer}mlp.{part}_proj.weight", rows
 
 
 def _by_part(values: Floats, config: dict[str, Any]) -> tuple[Floats, Floats]:

@@ -62,6 +62,8 @@ class CpuStatePlan:
 class SequenceStep:
     """What an item knows of its sequence, as numbers in the code that is made."""
 
+    table: Int
+    """Address of the plan's table."""
     row: Int
     """The first in the step."""
     rows: Int
@@ -75,13 +77,12 @@ class SequenceStep:
     """One more than that of the last."""
     folding: Int
     """How many of its rows are folded in this step."""
-    table: Int
 
     @staticmethod
     def read(emit: Emitter, table: Int, index: Int) -> SequenceStep:
         """Emit reads of a record; table: the address of that of a plan."""
         record = emit.load_int(table) + index * (8 * _FIELDS)
-        return SequenceStep(*(emit.load_int(record + 8 * field) for field in range(_FIELDS)), table)
+        return SequenceStep(table, *(emit.load_int(record + 8 * field) for field in range(_FIELDS)))
 
     def each_save(self, emit: Emitter, body: Callable[[Int, Int], None]) -> None:
         """Emit body(position, address of the pages) for each of its saves, in ascending order of positions."""

@@ -325,9 +325,10 @@ class _Columns:
 
     def _value(self, index: Int, v: int) -> Vec:
         at = self._here.x + index * self._here.stride + self._number(v) * ITEM_BYTES[self._owner.dtype]
-        if self._count(v) is None:
+        count = self._count(v)
+        if count is None:
             return self._emit.load(at, self._owner.dtype)
-        return self._emit.load_some(at, self._owner.dtype, self._count(v))
+        return self._emit.load_some(at, self._owner.dtype, count)
 
     def _store(self, output: Vec, index: Int, v: int) -> None:
         dtype, unit = self._owner.dtype, self._owner.unit

@@ -18,34 +18,36 @@ def delta_terms(code: Code, dtype: Dtype, shape: DeltaState) -> str:
     """Add the kernel; returns its name.
 
     Items: one for each row. Arguments: rows, qkv, gates and beta, each with the bytes from one of its rows to the next,
-    decay [HV], dt_bias, vectors and scalars of `TermLayout`.
+    decay [HV], dt_bias, vectors and scalars of `TermLayout`, and the rows of each head there.
     """
     terms, size = TermLayout.of(shape), ITEM_BYTES[dtype]
 
     def body(
         emit: Emitter, item: Int, _: Int, __: Int, qkv: Int, qkv_stride: Int, gates: Int, gate_stride: Int, beta: Int,
-        beta_stride: Int, decay: Int, dt_bias: Int, vectors: Int, scalars: Int,
+        beta_stride: Int, decay: Int, dt_bias: Int, vectors: Int, scalars: Int, height: Int,
     ) -> None:  # fmt: skip
-        into, numbers = vectors + item * terms.vector_bytes, scalars + item * terms.scalar_bytes
+        numbers = scalars + item * terms.scalar_bytes
         queries, gate = qkv + item * qkv_stride, gates + item * gate_stride
-        _strengths(emit, dtype, terms, beta + item * beta_stride, numbers)
+        _strengths(emit, dtype, terms, beta + item * beta_stride, numbers, height)
         if not terms.by_key:
-            _decays(emit, dtype, terms, gate, (decay, dt_bias), numbers)
+            _decays(emit, dtype, terms, gate, (decay, dt_bias), numbers, height)
 
         def head(index: Int, _: list[Vec]) -> None:
             own = index if not terms.by_key else _key_head(shape, index)
             query = queries + own * (shape.key_size * size)
-            key, place = query + shape.key_heads * shape.key_size * size, into + index * terms.head_bytes
+            key = query + shape.key_heads * shape.key_size * size
+            place = vectors + (index * height + item) * terms.vector_bytes
             if terms.by_key:
                 given = gate + index * (shape.key_size * size), dt_bias + index * (shape.key_size * _FLOAT)
                 _decays_by_key(emit, dtype, terms, given, decay + index * _FLOAT, place)
             product = _keys_and_queries(emit, dtype, terms, query, key, place)
             for value_head in _value_heads(shape, terms, index):
-                emit.store(product, numbers + (value_head + 2 * terms.heads) * _FLOAT, "float32", 1)
+                at = numbers + value_head * height * terms.scalar_bytes + 2 * _FLOAT
+                emit.store(product, at, "float32", 1)
 
         emit.loop(0, terms.key_heads, 1, head)
 
-    return code.kernel(f"delta_terms_{dtype}_{terms}", 11, body)
+    return code.kernel(f"delta_terms_{dtype}_{terms}", 12, body)
 
 
 def _key_head(shape: DeltaState, value_head: Int) -> Int:
@@ -60,21 +62,27 @@ def _value_heads(shape: DeltaState, terms: TermLayout, head: Int) -> list[Int]:
     return [head + which * shape.key_heads if shape.tiled else head * group + which for which in range(group)]
 
 
-def _strengths(emit: Emitter, dtype: Dtype, terms: TermLayout, beta: Int, scalars: Int) -> None:
+def _strengths(emit: Emitter, dtype: Dtype, terms: TermLayout, beta: Int, scalars: Int, height: Int) -> None:
     for offset, count in pieces(terms.shape.num_heads):
         strength = sigmoid(emit.load(beta + offset * ITEM_BYTES[dtype], dtype, count)).rounded(dtype)
-        emit.store(strength, scalars + (terms.heads + offset) * _FLOAT, "float32")
+        terms.scatter(strength, scalars + _FLOAT, offset, height)
 
 
 def _decays(
-    emit: Emitter, dtype: Dtype, terms: TermLayout, gates: Int, constants: tuple[Int, Int], scalars: Int
+    emit: Emitter,
+    dtype: Dtype,
+    terms: TermLayout,
+    gates: Int,
+    constants: tuple[Int, Int],
+    scalars: Int,
+    height: Int,
 ) -> None:
     """Write the decays of all heads."""
     decay, dt_bias = constants
     for offset, count in pieces(terms.shape.num_heads):
         rate, bias = (emit.load(each + offset * _FLOAT, "float32", count) for each in (decay, dt_bias))
         gate = emit.load(gates + offset * ITEM_BYTES[dtype], dtype, count)
-        emit.store(exp(softplus(gate + bias) * rate), scalars + offset * _FLOAT, "float32")
+        terms.scatter(exp(softplus(gate + bias) * rate), scalars, offset, height)
 
 
 def _decays_by_key(

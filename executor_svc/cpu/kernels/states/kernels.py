@@ -16,7 +16,7 @@ from executor_svc.cpu.kernels.states.gated_norm import GatedNorm, gated_norm
 from executor_svc.cpu.kernels.states.mamba import mamba_terms
 from executor_svc.cpu.kernels.states.plan import CpuStatePlan, unit_places
 from executor_svc.cpu.kernels.states.recurrence import HeadKernel, recurrence
-from executor_svc.cpu.kernels.states.terms import TermLayout
+from executor_svc.cpu.kernels.states.terms import SCALARS, TermLayout
 from executor_svc.cpu.kernels.tensors import addresses as _addresses
 from executor_svc.cpu.kernels.tensors import dtype_of as _dtype
 from executor_svc.device.states import (
@@ -70,7 +70,7 @@ class CpuStateKernels(CpuLatentKernels):
         vectors, scalars = self._new_terms(shape, len(qkv))
         kernel = delta_terms(self.code, _dtype(qkv), shape)
         inputs = *_columns(qkv), *_columns(gates), *_columns(beta)
-        arguments = (*inputs, *_addresses(decay, dt_bias, vectors, scalars))
+        arguments = (*inputs, *_addresses(decay, dt_bias, vectors, scalars), len(qkv))
         self._launch(KernelLaunch(kernel, "rows", 1, 1, arguments), len(qkv))
         first = 2 * shape.key_heads * shape.key_size
         return self._recurrence(qkv, first, (vectors, scalars), None, shape, memory, plan)
@@ -89,7 +89,7 @@ class CpuStateKernels(CpuLatentKernels):
     ) -> Tensor:
         vectors, scalars = self._new_terms(shape, len(xbc))
         kernel = mamba_terms(self.code, _dtype(xbc), shape, limits)
-        arguments = (*_columns(xbc), *_columns(dt), *_addresses(decay, dt_bias, vectors, scalars))
+        arguments = (*_columns(xbc), *_columns(dt), *_addresses(decay, dt_bias, vectors, scalars), len(xbc))
         self._launch(KernelLaunch(kernel, "rows", 1, 1, arguments), len(xbc))
         return self._recurrence(xbc, 0, (vectors, scalars), d, shape, memory, plan)
 
@@ -120,8 +120,8 @@ class CpuStateKernels(CpuLatentKernels):
 
     def _new_terms(self, shape: Recurrence, num_rows: int) -> tuple[Tensor, Tensor]:
         terms = TermLayout.of(shape)
-        vectors = self._new("vectors of states", (num_rows, terms.row_vectors), torch.float32)
-        return vectors, self._new("scalars of states", (num_rows, terms.row_scalars), torch.float32)
+        vectors = self._new("vectors of states", (terms.key_heads, num_rows, terms.row_vectors), torch.float32)
+        return vectors, self._new("scalars of states", (terms.heads, num_rows, SCALARS), torch.float32)
 
     def _recurrence(
         self,
@@ -139,7 +139,7 @@ class CpuStateKernels(CpuLatentKernels):
         y = self._new("recurred", (x.shape[0], shape.num_heads * shape.unit.columns), x.dtype)
         kernel = recurrence(self.code, _dtype(x), heads)
         skip = 0 if d is None else d.data_ptr()
-        arguments = (*_columns(x), *_addresses(y, *terms), skip, *_units(memory), _table(plan))
+        arguments = (*_columns(x), *_addresses(y, *terms), len(x), skip, *_units(memory), _table(plan))
         self._launch(KernelLaunch(kernel, plan.name, 1, heads.items, arguments), plan.num_tiles)
         return y
 

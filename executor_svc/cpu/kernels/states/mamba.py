@@ -17,48 +17,48 @@ def mamba_terms(code: Code, dtype: Dtype, shape: MambaState, limits: tuple[float
     """Add the kernel; returns its name.
 
     Items: one for each row. Arguments: rows, xbc and dt, each with the bytes from one of its rows to the next, decay
-    and dt_bias [H], vectors and scalars of `TermLayout`.
+    and dt_bias [H], vectors and scalars of `TermLayout`, and the rows of each head there.
     """
     terms, size = TermLayout.of(shape), ITEM_BYTES[dtype]
 
     def body(
         emit: Emitter, item: Int, _: Int, __: Int, xbc: Int, stride: Int, dt: Int, dt_stride: Int, decay: Int,
-        dt_bias: Int, vectors: Int, scalars: Int,
+        dt_bias: Int, vectors: Int, scalars: Int, height: Int,
     ) -> None:  # fmt: skip
-        into, numbers = vectors + item * terms.vector_bytes, scalars + item * terms.scalar_bytes
-        _steps(emit, dtype, terms, dt + item * dt_stride, (decay, dt_bias), limits, numbers)
+        numbers = scalars + item * terms.scalar_bytes
+        _steps(emit, dtype, terms, dt + item * dt_stride, (decay, dt_bias), limits, (numbers, height))
         first = xbc + item * stride + shape.heads * shape.head_size * size
 
         def group(index: Int, _: list[Vec]) -> None:
             key = first + index * (shape.state_size * size)
-            product = _keys_and_queries(emit, dtype, terms, key, into + index * terms.head_bytes)
-            place, shared = numbers + 2 * terms.heads * _FLOAT, shape.heads // shape.groups
+            product = _keys_and_queries(emit, dtype, terms, key, vectors + (index * height + item) * terms.vector_bytes)
+            shared = shape.heads // shape.groups
 
             def head(which: Int, _: list[Vec]) -> None:
-                emit.store(product, place + which * _FLOAT, "float32", 1)
+                emit.store(product, numbers + which * height * terms.scalar_bytes + 2 * _FLOAT, "float32", 1)
 
             emit.loop(index * shared, index * shared + shared, 1, head)
 
         emit.loop(0, shape.groups, 1, group)
 
-    return code.kernel(f"mamba_terms_{dtype}_{terms}_{limits[0]}_{limits[1]}", 9, body)
+    return code.kernel(f"mamba_terms_{dtype}_{terms}_{limits[0]}_{limits[1]}", 10, body)
 
 
 def _steps(
     emit: Emitter, dtype: Dtype, terms: TermLayout, dt: Int, constants: tuple[Int, Int], limits: tuple[float, float],
-    scalars: Int,
+    into: tuple[Int, Int],
 ) -> None:  # fmt: skip
-    """Write the decays and the steps of all heads."""
+    """Write the decays and the steps of all heads; into: scalars of the row, and the rows of each head there."""
     decay, dt_bias = constants
-    least, most = limits
+    (least, most), (scalars, height) = limits, into
     for offset, count in pieces(terms.shape.num_heads):
         rate, bias = (emit.load(each + offset * _FLOAT, "float32", count) for each in (decay, dt_bias))
         step = softplus(emit.load(dt + offset * ITEM_BYTES[dtype], dtype, count) + bias)
         step = _bounded(step, "<", least)
         if not math.isinf(most):
             step = _bounded(step, ">", most)
-        emit.store(exp(step * rate), scalars + offset * _FLOAT, "float32")
-        emit.store(step, scalars + (terms.heads + offset) * _FLOAT, "float32")
+        terms.scatter(exp(step * rate), scalars, offset, height)
+        terms.scatter(step, scalars + _FLOAT, offset, height)
 
 
 def _bounded(step: Vec, beyond: str, limit: float) -> Vec:

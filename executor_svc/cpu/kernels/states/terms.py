@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int
+from executor_svc.cpu.kernels.codegen.emit import LANES, Int, Vec
 from executor_svc.device.states import DeltaState, HeadUnit, MambaState, Recurrence
 
+SCALARS = 4
+"""Numbers of a row and a head, of which the last has no meaning."""
 _FLOAT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TermLayout:
-    """Where they are: vectors [rows, K, number of vectors, RP], and scalars [rows, 3, padded heads].
+    """Where they are: vectors [K, rows, number of vectors, RP], and scalars [padded heads, rows, SCALARS].
 
-    Vectors are the key and the query; with a decay for each key index the key, the decays, the key times these, and the
-    query times these. Scalars are decays, beta (of Mamba its step), and the products of keys and queries.
+    An item reads those of its head, one row after the other. Vectors are the key and the query; with a decay for each
+    key index the key, the decays, the key times these, and the query times these. Scalars are decays, beta (of Mamba
+    its step), and the products of keys and queries.
     """
 
     shape: Recurrence
@@ -50,28 +53,19 @@ class TermLayout:
         return -(-self.shape.num_heads // LANES) * LANES
 
     @property
-    def head_bytes(self) -> int:
-        """Bytes of the vectors of a head of keys."""
-        return self.num_vectors * self.unit.padded_rows * _FLOAT
-
-    @property
     def row_vectors(self) -> int:
-        """Numbers of a row's vectors."""
-        return self.key_heads * self.num_vectors * self.unit.padded_rows
-
-    @property
-    def row_scalars(self) -> int:
-        return 3 * self.heads
+        """Numbers of the vectors of a row and a head of keys."""
+        return self.num_vectors * self.unit.padded_rows
 
     @property
     def vector_bytes(self) -> int:
-        """Of a row."""
+        """From a row's vectors to those of the next."""
         return self.row_vectors * _FLOAT
 
     @property
     def scalar_bytes(self) -> int:
-        """Of a row."""
-        return self.row_scalars * _FLOAT
+        """From a row's scalars to those of the next."""
+        return SCALARS * _FLOAT
 
     @property
     def decay_offset(self) -> int:
@@ -86,14 +80,21 @@ class TermLayout:
         key = 2 * self.decay_offset if self.by_key else 0
         return (key, last) if self.is_delta else (last,)
 
-    def key_offset(self, emit: Emitter, head: Int) -> Int:
-        """Return the bytes from a row's vectors to those of a head."""
+    def scatter(self, numbers: Vec, place: Int, first: int, height: Int) -> None:
+        """Emit a write of numbers of heads from `first` on; place: that of head 0. height: rows of each head."""
+        emit = numbers.emit
+        for lane in range(LANES):
+            at = place + height * ((first + lane) * self.scalar_bytes)
+            emit.store(numbers.lane(lane), at, "float32", 1)
+
+    def key_head(self, head: Int) -> Int:
+        """Return whose vectors a head has."""
         shape, key_head = self.shape, head
         if isinstance(shape, MambaState):
             key_head = head // (shape.heads // shape.groups)
         elif not self.by_key:
             key_head = head % shape.key_heads if shape.tiled else head // (shape.value_heads // shape.key_heads)
-        return key_head * self.head_bytes
+        return key_head
 
     def __str__(self) -> str:
         """What kernels depend on."""

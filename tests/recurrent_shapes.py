@@ -96,6 +96,15 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "conv_L_cache": 4,
         "routed_scaling_factor": 1.5,
     },
+    "lfm3": {
+        "num_hidden_layers": 5,
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv", "sliding_attention"],
+        "head_dim": 12,
+        "sliding_window": 24,
+        "conv_bias": True,
+        "attention_bias": True,
+        "initializer_range": 0.15,
+    },
     "nemotron_h": {
         **_NEMOTRON,
         **_EXPERTS,

@@ -77,10 +77,11 @@ class StateLayout:
 def page_sizes_for(sizes: set[int], units: Sequence[Sequence[int]], row: int) -> set[int]:
     """Return sizes of pages to try for a model that has units, in whole rows.
 
-    sizes: those for its blocks. Each grows to whole units of the largest size, with and without the header.
+    sizes: those for its blocks. Each grows to whole units of each size, with and without the header.
     """
-    largest = max(max(each) for each in units if each)
-    grown = {-(-size // largest) * largest + header for size in sizes for header in (0, HEADER_BYTES)}
+    kinds = {size for each in units for size in each}
+    largest = max(kinds)
+    grown = {-(-size // unit) * unit + header for size in sizes for unit in kinds for header in (0, HEADER_BYTES)}
     return {row * -(-size // row) for size in (*grown, *sizes) if size >= largest}
 
 

@@ -35,10 +35,10 @@ from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
-from executor_svc.models.recurrent_spec import GatedDeltaSpec, MambaSpec
 from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
-from executor_svc.models.spec import DecoderSpec, LayerSpec, bias_names, linear_shapes
+from executor_svc.models.spec import DecoderSpec, bias_names, linear_shapes
 from executor_svc.models.stacked_experts import StackedExpertWeights
+from executor_svc.models.stored_forms import with_stored_forms
 from executor_svc.plan.description import LayerHeads
 
 _log = logging.getLogger(__name__)
@@ -125,29 +125,10 @@ def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, 
             spec = replace(spec, tied=False)
         elif isinstance(weights, GgufWeights) and weights.is_tied():
             spec = replace(spec, tied=True)  # its metadata do not say so: the head may be a copy
-        spec = _with_stored_forms(weights, spec)
+        spec = with_stored_forms(spec, weights.holds)
         return replace(spec, absent_biases=_absent_biases(weights, checkpoint, spec))
     except GgufError as error:
         raise LoaderError(f"--model {config.model}: {error}") from None
-
-
-def _with_stored_forms(weights: Weights, spec: DecoderSpec) -> DecoderSpec:
-    """Return the spec with the tensors that files have in layers of latent attention and of recurrences."""
-
-    def holds(index: int, name: str) -> bool:
-        return weights.holds(f"{LAYERS}.{index}.{name}.weight")
-
-    def stored(index: int, layer: LayerSpec) -> LayerSpec:
-        latent, recurrent = layer.latent, layer.recurrent
-        if latent is not None and not holds(index, latent.heads) and holds(index, latent.by_kind[0]):
-            layer = replace(layer, latent=replace(latent, is_by_kind=True))
-        if isinstance(recurrent, GatedDeltaSpec | MambaSpec) and weights.holds(
-            f"{LAYERS}.{index}.{recurrent.ready_decay}"
-        ):
-            layer = replace(layer, recurrent=replace(recurrent, is_decay_ready=True))
-        return layer
-
-    return replace(spec, layers=tuple(stored(*each) for each in enumerate(spec.layers)))
 
 
 def _absent_biases(weights: Weights, checkpoint: Checkpoint, spec: DecoderSpec) -> frozenset[str]:
@@ -269,7 +250,7 @@ def _weights(
         return found
     stored_names = TensorNames(gguf.metadata.text("general.architecture"), spec.head_size)
     weights = GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
-    weights.check_linears(linear_shapes(_with_stored_forms(weights, spec)))
+    weights.check_linears(linear_shapes(with_stored_forms(spec, weights.holds)))
     return weights
 
 

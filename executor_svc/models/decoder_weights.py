@@ -22,7 +22,14 @@ from executor_svc.models.layers.inputs import LayerInput, TokenInputs
 from executor_svc.models.layers.latent import LatentAttention
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
 from executor_svc.models.layers.norm import LayerNorm, Norm, RmsNorm
-from executor_svc.models.linear_weight import LinearWeight, StoredPart, linear_weight, output_weight, qkv_weight
+from executor_svc.models.linear_weight import (
+    LinearWeight,
+    StoredPart,
+    head_gate_weight,
+    linear_weight,
+    output_weight,
+    qkv_weight,
+)
 from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.recurrent_weights import RecurrentLayer, RecurrentWeights, scaled
 from executor_svc.models.spec import EMBEDDINGS, HEAD, LAYER_TABLE, TABLE, DecoderSpec, mlp_rows, qkv_rows
@@ -213,7 +220,17 @@ class DecoderWeights:
             sinks,
             spec.attention_gate,
             self._ranks_of_norms(),
+            self._head_gate(prefix, shape),
         )
+
+    def _head_gate(self, prefix: str, shape: AttentionShape) -> Linear | None:
+        """Return what gates heads; None: the model has no such linear."""
+        spec, builder, name = self._spec, self._builder, self._spec.names.head_gate
+        if name is None:
+            return None
+        stored = self._weights.open_linear(prefix + name, (spec.num_heads, spec.hidden_size))
+        weight = head_gate_weight(stored, builder.dtype, shape, builder.torch_device)
+        return builder.prepare_linear("attention.gate", weight)
 
     def _ranks_of_norms(self) -> HeadNormRanks | None:
         """Return the ranks whose heads are normalized together."""

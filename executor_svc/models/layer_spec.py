@@ -31,6 +31,9 @@ class LayerNames:
     into_mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Gate and up, or one linear of both; of an MLP without gate up alone."""
     down: str = "mlp.down_proj"
+    head_gate: str | None = field(default=None, repr=False)
+    """A linear of one row for each head, whose sigmoid multiplies what attention finds for the head (LFM3). Not in the
+    digest, for that of the weights has the tensor."""
 
     @property
     def attention(self) -> str:

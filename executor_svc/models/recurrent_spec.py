@@ -93,8 +93,12 @@ class GatedDeltaSpec:
         return self.names.output
 
     @property
+    def decay(self) -> str:
+        """The tensor of decays, as of `DeltaNames`, like the following one."""
+        return self.names.decay
+
+    @property
     def ready_decay(self) -> str:
-        """The tensor that some files have in the place of A_log by its name in a layer."""
         return self.names.ready_decay
 
     def state(self, hidden: int) -> LayerState:
@@ -194,8 +198,13 @@ class MambaSpec:
         return f"{self.name}.out_proj"
 
     @property
+    def decay(self) -> str:
+        """The tensor of decays by its name in a layer."""
+        return f"{self.name}.A_log"
+
+    @property
     def ready_decay(self) -> str:
-        """The tensor that some files have in the place of A_log by its name in a layer."""
+        """What GGUF files have in its place: -exp(A_log)."""
         return f"{self.name}.A"
 
     def state(self, hidden: int) -> LayerState:

@@ -11,7 +11,7 @@ from torch import Tensor
 from executor_svc.device.kernels import Linear
 from executor_svc.device.states import StateKernels
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
-from executor_svc.models.base import Builder, WeightSource
+from executor_svc.models.base import Builder, ModelConfigError, WeightSource
 from executor_svc.models.layers.factors import ScaledLinear
 from executor_svc.models.layers.gated_delta import DeltaTensors, GatedDelta, LowRankGates
 from executor_svc.models.layers.mamba import Mamba, MambaTensors
@@ -30,8 +30,7 @@ class RecurrentWeights:
     """Builds recurrent layers."""
 
     def __init__(self, spec: DecoderSpec, weights: WeightSource, builder: Builder) -> None:
-        assert isinstance(builder.kernels, StateKernels), "this device has no kernels of recurrent layers"
-        self._kernels: StateKernels = builder.kernels
+        self._kernels = _kernels_of(builder)
         self._hidden, self._weights, self._builder = spec.hidden_size, weights, builder
 
     def layer(self, prefix: str, recurrent: RecurrentSpec) -> RecurrentLayer:
@@ -66,7 +65,7 @@ class RecurrentWeights:
         tensors = DeltaTensors(
             conv=torch.cat(convs, 1),
             decay=self._decay(
-                prefix + (names.ready_decay if spec.is_decay_ready else names.decay),
+                prefix + (spec.ready_decay if spec.is_decay_ready else spec.decay),
                 (1, 1, shape.value_heads, 1) if by_key else (shape.value_heads,),
                 spec.is_decay_ready,
             ),
@@ -92,7 +91,9 @@ class RecurrentWeights:
         tensors = MambaTensors(
             conv=self._conv(f"{name}.conv1d", spec.channels, spec.width),
             conv_bias=self._weights.get(f"{name}.conv1d.bias", (spec.channels,)) if spec.conv_biased else None,
-            decay=self._decay(f"{name}.{'A' if spec.is_decay_ready else 'A_log'}", (heads,), spec.is_decay_ready),
+            decay=self._decay(
+                prefix + (spec.ready_decay if spec.is_decay_ready else spec.decay), (heads,), spec.is_decay_ready
+            ),
             dt_bias=self._float32(f"{name}.dt_bias", heads),
             d=self._float32(f"{name}.D", heads),
             norm=norm,
@@ -143,9 +144,14 @@ def scaled(linear: Linear, factors: Sequence[tuple[float, int]], builder: Builde
     """Return a linear whose results are multiplied: each factor with so many of its columns."""
     if all(factor == 1.0 for factor, _ in factors):
         return linear
-    assert isinstance(builder.kernels, StateKernels), "this device has no kernels of recurrent layers"
     columns = torch.cat([torch.full((count,), factor) for factor, count in factors])
-    return ScaledLinear(linear, columns.to(builder.torch_device, builder.dtype), builder.kernels)
+    return ScaledLinear(linear, columns.to(builder.torch_device, builder.dtype), _kernels_of(builder))
+
+
+def _kernels_of(builder: Builder) -> StateKernels:
+    if not isinstance(builder.kernels, StateKernels):
+        raise ModelConfigError("recurrent layers are not supported on this device")
+    return builder.kernels
 
 
 def _rows_in(order: Tensor | None) -> Callable[[Tensor], Tensor]:

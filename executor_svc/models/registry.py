@@ -28,6 +28,7 @@ from executor_svc.models.families.granite_hybrid import read_granite_4
 from executor_svc.models.families.hunyuan import read_hunyuan
 from executor_svc.models.families.kimi_linear import read_kimi_linear
 from executor_svc.models.families.lfm2 import read_lfm2, read_lfm2_moe
+from executor_svc.models.families.lfm3 import read_lfm3
 from executor_svc.models.families.llama import read_llama, read_seed_oss, read_smollm3
 from executor_svc.models.families.llama4 import read_llama4
 from executor_svc.models.families.mimo import read_mimo
@@ -99,6 +100,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "KimiLinearForCausalLM": read_kimi_linear,
     "Lfm2ForCausalLM": read_lfm2,
     "Lfm2MoeForCausalLM": read_lfm2_moe,
+    "Lfm3ForCausalLM": read_lfm3,
     "Llama4ForCausalLM": read_llama4,
     "Llama4ForConditionalGeneration": read_llama4_wrapped,
     "LlamaForCausalLM": read_llama,
@@ -191,6 +193,7 @@ _MODEL_TYPES = {
     "kimi_linear": "KimiLinearForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",
     "llama4_text": "Llama4ForCausalLM",

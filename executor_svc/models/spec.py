@@ -254,6 +254,7 @@ def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
     elif layer.has_attention:
         found |= {name: (rows, hidden) for name, rows in qkv_rows(spec, index).items()}
         found[names.output] = (hidden, spec.num_heads * sizes.head_size)
+        found |= {} if names.head_gate is None else {names.head_gate: (spec.num_heads, hidden)}
     if experts is not None:
         found |= dict(expert_shapes(experts, hidden))
     if layer.has_mlp and (experts is None or experts.names.beside is not None):

@@ -147,9 +147,7 @@ class SimulatedStepExecutor:
         rows = scheduled.rows
         positions = self.slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead)
         ended = time.monotonic_ns()
-        return Computed(
-            sampled, positions, prompts, device_ns=forward_done - began, sample_ns=ended - forward_done
-        )
+        return Computed(sampled, positions, prompts, device_ns=forward_done - began, sample_ns=ended - forward_done)
 
     def _logits(self, scheduled: Scheduled) -> U64:
         """Return [Q] the logits hash of each of scheduled.rows: its own, or its source's for a fork."""

@@ -15,12 +15,18 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import RECURRENT, make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.golden.test_newer_families import check_greedy
-from tests.helpers.models.golden import check_bfloat16, check_bits_of_chunks, random_prompts
+from tests.golden.test_model_families import serve
+from tests.golden.test_newer_families import LENGTHS, NEW_TOKENS, VOCABULARY, check_greedy
+from tests.helpers.models.golden import (
+    check_bfloat16,
+    check_bits_of_chunks,
+    random_prompts,
+    transformers_greedy,
+    transformers_model,
+)
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
 from tests.helpers.models.stacked_experts import by_expert, stack_again
 
-VOCABULARY = 131
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in RECURRENT},
     "falcon_h1 with a norm": (
@@ -51,7 +57,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 4,
         },
     ),
-    "qwen3_5 of one key head": ("qwen3_5_delta", {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
+    "qwen3_5 of one key head": (
+        "qwen3_5_delta",
+        {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "initializer_range": 0.15},
+    ),
 }
 
 
@@ -68,6 +77,17 @@ def test_bits_in_bfloat16(tmp_path: Path, name: str) -> None:
     family, shape = CASES[name]
     folder = make_checkpoint(tmp_path, family, **shape)
     check_bits_of_chunks(check_bfloat16(folder, random_prompts(VOCABULARY, (90,))[0], median=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["granite_h", "kimi_linear", "lfm2", "qwen3_5_delta"])
+async def test_through_both_services_with_a_draft_model(tmp_path: Path, family: str) -> None:
+    """In small chunks, from a pool too small for all requests, with drafts of a model without recurrent layers."""
+    folder, draft = make_checkpoint(tmp_path / "target", family), make_checkpoint(tmp_path / "draft", "llama")
+    reference, prompts = transformers_model(folder), random_prompts(VOCABULARY, (*LENGTHS, 90))
+    outputs = await serve(folder, prompts, ignore_eos=True, speculative="draft", speculative_model=str(draft))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == transformers_greedy(reference, prompt, NEW_TOKENS).tokens
 
 
 WRAPPED = [
@@ -94,14 +114,26 @@ def test_text_part_of_models_for_images(tmp_path: Path, family: str, outer: str,
 
 _WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "moe_intermediate_size": 64}
 """Columns in whole groups."""
-_DELTA = {**_WIDE, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}
+_DELTA: dict[str, Any] = {
+    **_WIDE,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 64,
+}
 FEW_BITS: list[tuple[str, str, dict[str, Any]]] = [
     ("falcon_h1", "w4a16", {**_WIDE, "mamba_d_ssm": 128, "mamba_d_head": 16}),
     ("granite_h", "w4a16", {**_WIDE, "mamba_d_head": 16, "shared_intermediate_size": 64}),
     (
         "kimi_linear",
         "awq",
-        {**_WIDE, "linear_head_dim": 32, "linear_num_heads": 8, "kv_lora_rank": 32, "v_head_dim": 16},
+        {
+            **_WIDE,
+            "linear_head_dim": 32,
+            "linear_num_heads": 8,
+            "mlp_layer_types": ["sparse"] * 3,
+            "kv_lora_rank": 32,
+            "v_head_dim": 16,
+        },
     ),
     ("lfm2", "gptq with desc_act", {**_WIDE, "block_auto_adjust_ff_dim": False, "conv_bias": False}),
     ("nemotron_h", "gptq", {**_WIDE, "mamba_head_dim": 16, "moe_shared_expert_intermediate_size": 64}),
@@ -138,6 +170,6 @@ def test_what_is_saved_in_few_bits_is_the_model_that_saved_it(
     """Rows that lie by key head, biases, convolutions."""
     folder, saved = make_checkpoint(tmp_path / "made", family, **shape), tmp_path / "saved"
     (prompt,) = random_prompts(VOCABULARY, (40,))
-    options = {"quantization": "int4", "dtype": "bfloat16"}
+    options: dict[str, Any] = {"quantization": "int4", "dtype": "bfloat16"}
     first = Model(folder, save_quantized=str(saved), **options).whole(prompt)
     assert torch.equal(Model(saved, dtype="bfloat16").whole(prompt), first)

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, Kinds, dict[str, Any]]] = {
     "granite_h without experts": (
         "granite_h",
         EIGHT_BITS,
-        {**_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 64, "mamba_proj_bias": True},
+        {**_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 96, "mamba_proj_bias": True},
     ),
     "kimi_linear": (
         "kimi_linear",
@@ -67,7 +67,13 @@ CASES: dict[str, tuple[str, Kinds, dict[str, Any]]] = {
     "nemotron_h with experts": (
         "nemotron_h",
         EIGHT_BITS,
-        {**_HEADS, "mamba_head_dim": 16, "n_group": 1, "topk_group": 1},
+        {
+            **_HEADS,
+            "mamba_head_dim": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+        },
     ),
     "qwen3_5": ("qwen3_5_delta", mixed, _DELTA),
     "qwen3_5_moe": ("qwen3_5_moe_text", EIGHT_BITS, _DELTA),

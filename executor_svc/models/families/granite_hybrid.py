@@ -38,7 +38,9 @@ def read_granite_4(config: dict[str, Any]) -> DecoderSpec:
     dense = {**without_experts(config), "mlp_bias": None}  # of no linear here
     if num_experts in (None, 0):
         dense["intermediate_size"] = shared
-    spec = replace(read_llama(dense), names=LayerNames() if split else _NAMES)  # split: in GGUF files
+    spec = read_llama(dense)
+    if num_experts in (None, 0) and not split:  # split: in GGUF files
+        spec = replace(spec, names=_NAMES)
     is_rotated = fields.text("position_embedding_type") == "rope"
     spec = multiplied(rotated_where(spec, [is_rotated] * spec.num_layers), fields)
     name = (

@@ -107,8 +107,7 @@ def write_gguf(
         _add(writer, key, value)
     for name, values in _tensors(folder, config, architecture):
         is_wide = name.endswith((*ROUTERS, ".bias")) or name == "position_embd.weight"
-        is_wide = is_wide or any(part in name for part in gguf_recurrent.SMALL)
-        kind = Type.F32 if values.ndim == 1 or is_wide else kinds(name)
+        kind = Type.F32 if values.ndim == 1 or is_wide or gguf_recurrent.is_small(name) else kinds(name)
         writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
     for kind in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
         ends = (f".{layer}.mlp.act_fn.{kind}" for layer in range(config["num_hidden_layers"]))

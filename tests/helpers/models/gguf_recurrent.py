@@ -21,8 +21,7 @@ ARCHITECTURES = {
 }
 """GGUF's by transformers' model_type, where they differ."""
 NAMES = {*ARCHITECTURES.values(), "lfm2", "nemotron_h", "nemotron_h_moe"}
-SMALL = (".ssm_conv1d", ".ssm_a", ".ssm_d", ".ssm_norm", ".shortconv.conv.")
-"""Parts of the names of tensors that are F32 in any case."""
+_SMALL = (".ssm_a", ".ssm_d", ".ssm_norm.weight", ".shortconv.conv.weight")
 _ATTENTION = ("attention", "full_attention")
 _QWEN = ("qwen35", "qwen35moe", "qwen3next")
 _FACTORS = ("mlp_multipliers", "ssm_multipliers")
@@ -30,7 +29,7 @@ _FACTORS = ("mlp_multipliers", "ssm_multipliers")
 
 def architecture_of(config: dict[str, Any]) -> str | None:
     """Return GGUF's name of a model with recurrent layers; None: it has none, or others."""
-    kind = config["model_type"]
+    kind: str = config["model_type"]
     if kind == "nemotron_h":
         return "nemotron_h_moe" if "moe" in config["layers_block_type"] else "nemotron_h"
     found = ARCHITECTURES.get(kind, kind)
@@ -38,6 +37,11 @@ def architecture_of(config: dict[str, Any]) -> str | None:
     if found in NAMES and (kind == "falcon_h1" or {"linear_attention", "conv"} & set(kinds)):
         return found
     return None
+
+
+def is_small(name: str) -> bool:
+    """Return whether a tensor of this name in GGUF is F32 in any case."""
+    return name.endswith(_SMALL) or ".ssm_conv1d" in name
 
 
 def write_metadata(writer: Any, config: dict[str, Any], architecture: str) -> None:
@@ -126,6 +130,10 @@ def _write_experts(writer: Any, config: dict[str, Any], architecture: str) -> No
 
 def name_of(name: str, architecture: str) -> str:
     """Return the name that the converter looks up for a tensor of transformers."""
+    if ".experts." in name and architecture in ("lfm2moe", "nemotron_h_moe"):
+        layer, module = name.split(".")[2], name.partition(".experts.")[2]
+        place = f"layers.{layer}.feed_forward" if architecture == "lfm2moe" else f"model.layers.{layer}.mlp"
+        return f"{place}.experts.{module}"
     if architecture.startswith("nemotron"):
         name = name.replace("model.", "backbone.", 1)
     if name.endswith(".dt_bias"):
@@ -206,19 +214,19 @@ def _tiled(name: str, values: Floats, config: dict[str, Any]) -> Floats:
 
 
 def _multiplied(name: str, values: Floats, config: dict[str, Any]) -> Floats:
-    """Return weights times the factors of Falcon-H1, as the converter has them."""
+    """Return weights and biases times the factors of Falcon-H1, as the converter has them."""
     gate, down = config["mlp_multipliers"]
     into = config["attention_in_multiplier"]
     factors = {
-        "down_proj.weight": down,
-        "gate_proj.weight": gate,
-        "k_proj.weight": config["key_multiplier"] * into,
-        "q_proj.weight": into,
-        "v_proj.weight": into,
-        "o_proj.weight": config["attention_out_multiplier"],
-        "out_proj.weight": config["ssm_out_multiplier"],
-        "lm_head.weight": config["lm_head_multiplier"],
-        "embed_tokens.weight": config["embedding_multiplier"],
+        "down_proj": down,
+        "gate_proj": gate,
+        "k_proj": config["key_multiplier"] * into,
+        "q_proj": into,
+        "v_proj": into,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
     }
     if name.endswith("mamba.in_proj.weight"):
         inner = config["mamba_n_heads"] * config["mamba_d_head"]
@@ -226,5 +234,5 @@ def _multiplied(name: str, values: Floats, config: dict[str, Any]) -> Floats:
         counts = (inner, inner, of_state, of_state, config["mamba_n_heads"])
         columns = np.repeat(np.array(config["ssm_multipliers"], np.float32), counts)
         return values * columns[:, None] * np.float32(config["ssm_in_multiplier"])
-    found = next((factor for end, factor in factors.items() if name.endswith(f"{end}")), 1.0)
+    found = next((factor for part, factor in factors.items() if f".{part}." in f".{name}"), 1.0)
     return values * np.float32(found)

@@ -164,7 +164,7 @@ def test_attention_and_mlp_beside_recurrent_layers(
 
 @pytest.mark.parametrize(
     ("family", "target"),
-    [("kimi_linear", "q_proj"), ("lfm2", "in_proj"), ("nemotron_h", "out_proj"), ("qwen3_5_delta", "in_proj_qkv")],
+    [("kimi_linear", "q_proj"), ("lfm2", "in_proj"), ("nemotron_h", "in_proj"), ("qwen3_5_delta", "in_proj_qkv")],
 )
 def test_linears_of_recurrences_are_refused_by_name(
     checkpoint: Callable[[str], Path], family: str, target: str, tmp_path: Path

@@ -160,9 +160,10 @@ def test_what_is_saved_in_few_bits_is_the_model_that_saved_it(tmp_path: Path, na
 
 
 @pytest.mark.slow
-async def test_through_both_services_with_a_draft_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+async def test_through_both_services_with_a_draft_model(tmp_path: Path, family: str) -> None:
     """In small chunks, from a pool too small for all requests, with drafts of a mixture."""
-    folder, draft = (make_checkpoint(tmp_path / str(seed), "qwen3_moe", seed=seed) for seed in range(2))
+    folder, draft = (make_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in range(2))
     blend(draft, folder, 0.05)
     reference, prompts = transformers_model(folder), random_prompts(VOCABULARY, (*LENGTHS, 90))
     outputs = await serve(folder, prompts, ignore_eos=True, speculative="draft", speculative_model=str(draft))
@@ -171,9 +172,10 @@ async def test_through_both_services_with_a_draft_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_an_executor_that_comes_back_costs_no_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v2"])
+async def test_an_executor_that_comes_back_costs_no_token(tmp_path: Path, family: str) -> None:
     """It goes away amid requests of all lengths, and another one takes its port."""
-    folder = make_checkpoint(tmp_path, "glm4_moe")
+    folder = make_checkpoint(tmp_path, family)
     options: dict[str, Any] = {"num_gpu_blocks": 200, "max_num_seqs": 8, "num_threads": 1}
     prompts = random_prompts(VOCABULARY, LENGTHS)
     params = SamplingParams(max_tokens=150, temperature=0.8, seed=3, ignore_eos=True)

@@ -21,10 +21,13 @@ def without_experts(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in (*COUNTS, *CHOSEN)}
 
 
-def read_router(fields: Fields, **rules: Any) -> Router:
-    """Return how rows choose experts; rules: as of `Router`, beside the counts and groups."""
+def read_router(fields: Fields, *, grouped: bool = False, **rules: Any) -> Router:
+    """Return how rows choose experts; rules: as of `Router`, beside the counts and groups.
+
+    grouped: whether the family has groups; fields of others about them say nothing.
+    """
     count, chosen = _count(fields, COUNTS, _MOST_EXPERTS), _count(fields, CHOSEN, _MOST_CHOSEN)
-    groups, kept = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    groups, kept = (fields.integer(name, 1) if grouped else 1 for name in ("n_group", "topk_group"))
     if count % groups:
         raise fields.error("n_group", f"{groups} does not divide the number of experts, {count}")
     if kept > groups:
@@ -50,6 +53,7 @@ def sigmoid_experts(fields: Fields) -> ExpertsSpec:
     return ExpertsSpec(
         read_router(
             fields,
+            grouped=True,
             scores="sigmoid",
             weighing="shares" if fields.flag("norm_topk_prob", True) else "scores",
             epsilon=1e-20,
@@ -91,8 +95,9 @@ def alike_in_layers(config: dict[str, Any], names: tuple[str, ...], num_layers: 
 
 def sparse_layers(fields: Fields) -> Callable[[int], bool]:
     """Return which layers are dense by `decoder_sparse_step` and `mlp_only_layers`."""
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(each) is int for each in dense):
         raise fields.error("mlp_only_layers", "must be a list of layers")
     return lambda layer: layer in dense or bool((layer + 1) % step)
 

@@ -28,6 +28,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts to choose"),
     ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer, not 0"),
     ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers must be a list of layers"),
+    ("qwen3_moe", {"mlp_only_layers": [0, True]}, "mlp_only_layers must be a list of layers"),
+    ("qwen3_moe", {"mlp_only_layers": {}}, "mlp_only_layers must be a list of layers"),
+    ("deepseek_v3", {"num_key_value_heads": -1}, "num_key_value_heads must be a positive integer, not -1"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer, not 0"),
     ("qwen2_moe", {"shared_expert_intermediate_size": "9"}, "shared_expert_intermediate_size must be a positive int"),
     ("glm4_moe", {"n_group": 3}, "n_group 3 does not divide the number of experts, 8"),
@@ -162,7 +165,7 @@ def test_a_tensor_of_other_experts_is_refused_by_name(tmp_path: Path, name: str)
     stack = next(each for each, tensor in tensors.items() if tensor.ndim == 3)
     for index, changed in enumerate((tensors[stack][1:], tensors[stack].transpose(1, 2))):
         with pytest.raises(
-            LoaderError, match=r"tensor model\.layers.+ has shape \[.+\], config.json says \[.+\] for all exp"
+            LoaderError, match=rf"tensor {re.escape(stack)} has shape \[.+\], config.json says \[.+\] for all exp"
         ):
             Model(copy(folder, tmp_path / str(index), tensors | {stack: changed.contiguous()}))
 
@@ -185,6 +188,12 @@ def test_tensors_may_be_in_the_form_of_qwen3_5(folder: Path, tmp_path: Path) -> 
 def test_old_files_of_scout_have_a_number_for_true() -> None:
     assert read("llama4_text", attn_temperature_tuning=4) == read("llama4_text", attn_temperature_tuning=True)
     assert read("llama4_text", attn_temperature_tuning=False) != read("llama4_text")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "minimax_m2", "llama4_text"])
+def test_families_without_groups_have_none(family: str) -> None:
+    layers = {"moe_layers": [1]} if family == "llama4_text" else {}
+    assert read(family, **layers, n_group=2, topk_group=9) == read(family, **layers)
 
 
 def test_files_of_hunyuan_have_counts_and_sizes_by_layer() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.common.rows import BenchmarkError
 from executor_svc.batch.forward_batch import ForwardBatch
-from executor_svc.batch.slot_states import StepStates
+from executor_svc.batch.step_states import StepStates
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.kv_layout import KVLayout

@@ -124,9 +124,9 @@ class GpuStep:
         errors = np.where(idle, 0, committed.errors)
         taken = ReportedTokens(committed.token_ids, errors, idle, committed.positions)
         slots.settle(scheduled, self._generations, taken)
-        saves, states = self._owner.saves, None
+        saves, saved = self._owner.saves, None
         if saves is not None and self._states is not None:
-            states = saves.settle(self._states, scheduled, committed)
+            saved = saves.settle(self._states, scheduled, committed)
         logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(committed)
         prompts = {} if enqueued.prompts is None else enqueued.prompts.wait()
         if idle.any():
@@ -136,4 +136,4 @@ class GpuStep:
         sampled = SampledTokens(committed.token_ids, committed.errors, logprobs, enqueued.candidates)
         self._owner.sampling.masks.committed(slots, scheduled, sampled)
         device_ns, sample_ns = self._clock.between()
-        return scheduled, Computed(sampled, committed.positions, prompts, device_ns, sample_ns, states)
+        return scheduled, Computed(sampled, committed.positions, prompts, device_ns, sample_ns, saved)

@@ -194,7 +194,12 @@ def _end_variant(tail: int) -> Variant:
 
 
 def _variant(
-    name: str, kernel: object, pointers: tuple[str, ...], integers: tuple[str, ...], constants: dict[str, int], warps: int
+    name: str,
+    kernel: object,
+    pointers: tuple[str, ...],
+    integers: tuple[str, ...],
+    constants: dict[str, int],
+    warps: int,
 ) -> Variant:
     kinds = dict.fromkeys(pointers, "*i32") | dict.fromkeys(integers, "i32") | dict.fromkeys(constants, "constexpr")
     return Variant(

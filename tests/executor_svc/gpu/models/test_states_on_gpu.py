@@ -58,9 +58,7 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     known.append(wanted[2])
     shared = [*moved[:7], 100, *stepper.blocks(3)[:1]]
     fork = sequence(3, known, shared, len(known) - 1, prompt=len(PROMPT), state_pages=stepper.state(3))
-    copies = BlockMoves(
-        stepper.pages([moved[7]]) + stepper.state(8), stepper.pages([100]) + stepper.state(3)
-    )
+    copies = BlockMoves(stepper.pages([moved[7]]) + stepper.state(8), stepper.pages([100]) + stepper.state(3))
     steps.append(stepper.step(copies=copies, admitted=(fork,), decode_ready=True))
     steps.append(stepper.step(decode_ready=True))
     found = [sorted(step.token_ids.tolist()) for step in steps]

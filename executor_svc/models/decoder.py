@@ -77,7 +77,8 @@ class Decoder:
         for index, layer in enumerate(spec.layers):
             scales[index] = scales[index if layer.kv_of is None else layer.kv_of]
         self._layers = [reader.layer(i, *each) for i, each in enumerate(zip(shapes, scales, strict=True))]
-        self._final_norm = reader.final_norm()
+        self.final_norm = reader.final_norm()
+        """A head of multi-token prediction may read what it returns."""
         self._embedding_scale = spec.embedding_scale
         if spec.embedding_scale_rounded:
             self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=builder.dtype))
@@ -220,7 +221,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, vocab_size] for hidden [R, hidden]: rounded to the model's dtype, as float32."""
         spec = self._spec
-        logits = self.head(self._final_norm(hidden), torch.float32)
+        logits = self.head(self.final_norm(hidden), torch.float32)
         return self._kernels.finish_logits(logits, hidden.dtype, spec.logits_divisor, spec.logits_softcap)
 
 

@@ -25,6 +25,7 @@ from tests.helpers.models.golden import (
     transformers_model,
 )
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
+from tests.helpers.models.qwen_mtp import make_qwen_mtp
 from tests.helpers.models.stacked_experts import by_expert, stack_again
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -86,6 +87,16 @@ async def test_through_both_services_with_a_draft_model(tmp_path: Path, family: 
     folder, draft = make_checkpoint(tmp_path / "target", family), make_checkpoint(tmp_path / "draft", "llama")
     reference, prompts = transformers_model(folder), random_prompts(VOCABULARY, (*LENGTHS, 90))
     outputs = await serve(folder, prompts, ignore_eos=True, speculative="draft", speculative_model=str(draft))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == transformers_greedy(reference, prompt, NEW_TOKENS).tokens
+
+
+@pytest.mark.slow
+async def test_through_both_services_with_a_head(tmp_path: Path) -> None:
+    """As above, with drafts of a head of multi-token prediction, of which most are rejected."""
+    folder = make_qwen_mtp(tmp_path, "qwen3_5_delta")
+    reference, prompts = transformers_model(folder), random_prompts(VOCABULARY, (*LENGTHS, 90))
+    outputs = await serve(folder, prompts, ignore_eos=True, speculative="mtp")
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == transformers_greedy(reference, prompt, NEW_TOKENS).tokens
 

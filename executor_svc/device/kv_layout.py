@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.state_layout import StateLayout, page_sizes_for
-from executor_svc.device.states import UNIT_MULTIPLE
+from executor_svc.device.state_sizes import UNIT_MULTIPLE
 from executor_svc.plan.limits import GroupShape
 
 MAX_STRIPS = 32

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor_svc.device.states import ConvState, DeltaState, GatedNormKind, MambaState, Recurrence, StateMemory
+from executor_svc.device.state_sizes import ConvState, DeltaState, MambaState, Recurrence
+from executor_svc.device.states import GatedNormKind, StateMemory
 from executor_svc.device.states import StatePlan as AnyStatePlan
 
 _L2_EPS = 1e-6

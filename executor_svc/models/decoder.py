@@ -10,7 +10,8 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 from executor_svc.device.latent import latent_shape
-from executor_svc.device.states import LayerState, StateMemory, StatePlan
+from executor_svc.device.state_sizes import LayerState
+from executor_svc.device.states import StateMemory, StatePlan
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.decoder_weights import DecoderWeights, LayerWeights
 from executor_svc.models.kv_scales import SCALES

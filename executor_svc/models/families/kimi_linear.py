@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.device.states import DeltaState
+from executor_svc.device.state_sizes import DeltaState
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import uniform_rope
 from executor_svc.models.families.deepseek import read_latents

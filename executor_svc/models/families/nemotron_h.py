@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.device.states import MambaState
+from executor_svc.device.state_sizes import MambaState
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import MAX_LAYERS, read_common
 from executor_svc.models.families.experts import count_from_0, sigmoid_experts, without_experts

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from executor_svc.device.states import DeltaState, HeadUnit, MambaState, Recurrence
+from executor_svc.device.state_sizes import DeltaState, HeadUnit, MambaState, Recurrence
 from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows, variant
 from executor_svc.gpu.kernels.states.step import (
     LINE_BYTES,

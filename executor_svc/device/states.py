@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import Kernels
-from executor_svc.device.state_sizes import DeltaState, MambaState
+from executor_svc.plan.state_sizes import DeltaState, MambaState
 
 GatedNormKind = Literal["norm then silu", "norm then sigmoid", "silu then norm"]
 """Whether rows are normalized and then multiplied with the activated gate, or the other way round."""

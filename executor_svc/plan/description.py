@@ -11,8 +11,8 @@ from typing import Protocol
 from cadenza_common.grammar.table import GrammarEngine
 from cadenza_common.wire.transport import MAX_STEP_LOGPROBS, PROTOCOL_VERSION
 from executor_svc.config import ExecutorConfig
-from executor_svc.device.state_sizes import LayerState
 from executor_svc.plan.limits import GroupShape, Limits
+from executor_svc.plan.state_sizes import LayerState
 
 
 @dataclass(frozen=True, slots=True)

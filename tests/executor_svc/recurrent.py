@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from executor_svc.device.state_sizes import ConvState, DeltaState, LayerState, MambaState
 from executor_svc.device.states import StateMemory, StateOperations, StatePlan, folded_after
+from executor_svc.plan.state_sizes import ConvState, DeltaState, LayerState, MambaState
 
 
 class StatePages:

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from executor_svc.device.state_reference import ReferenceStates
-from executor_svc.device.state_sizes import ConvState, DeltaState, HeadUnit, LayerState, MambaState
 from executor_svc.device.states import folded_after
+from executor_svc.plan.state_sizes import ConvState, DeltaState, HeadUnit, LayerState, MambaState
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.recurrent import ConvLayer, DeltaLayer, Layer, MambaLayer, Play, play_cut, whole
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.states.kernels import CpuStateKernels
 from executor_svc.device.state_reference import ReferenceStates
-from executor_svc.device.state_sizes import ConvState, DeltaState, MambaState
 from executor_svc.device.states import GatedNormKind, StateKernels
+from executor_svc.plan.state_sizes import ConvState, DeltaState, MambaState
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.processors import ISAS
 from tests.executor_svc.recurrent import ConvLayer, DeltaLayer, Layer, MambaLayer, Piece, Play, play_cut, whole

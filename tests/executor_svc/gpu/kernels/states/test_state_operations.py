@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from executor_svc.device.state_reference import ReferenceStates
-from executor_svc.device.state_sizes import ConvState, DeltaState, MambaState
 from executor_svc.device.states import GatedNormKind
 from executor_svc.gpu.states import GpuStateKernels
+from executor_svc.plan.state_sizes import ConvState, DeltaState, MambaState
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.gpu.kernels.attention.cases import ARCH
 from tests.executor_svc.recurrent import ConvLayer, DeltaLayer, Layer, MambaLayer, Play, cut_at, play_cut, whole

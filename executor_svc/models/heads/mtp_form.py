@@ -18,7 +18,7 @@ LAYER = "model.layers.0."
 class MtpForm:
     """Names in files, and what a head reads."""
 
-    field: str
+    count_field: str
     """Of config.json: how many layers it has."""
     before: str
     """What the names of all of its tensors begin with."""
@@ -32,7 +32,7 @@ class MtpForm:
     def layers(self, content: dict[str, Any]) -> Any:
         """Return what config.json says about the number of its layers; None: nothing."""
         text = content.get("text_config")
-        return (text if isinstance(text, dict) else content).get(self.field)
+        return (text if isinstance(text, dict) else content).get(self.count_field)
 
 
 _MIMO = MtpForm(MTP_LAYERS_FIELD, mtp_prefix(0), MappingProxyType({LAYER: mtp_prefix(0)}))

@@ -87,10 +87,10 @@ def _head_spec(config: ExecutorConfig, checkpoint: Checkpoint) -> tuple[DecoderS
             f"architecture {', '.join(checkpoint.names) or 'none'}); supported: that of {_SUPPORTED}"
         )
     if not form.layers(checkpoint.content) or checkpoint.gguf is not None:
-        raise _no_head(model, form.field, form.layers(checkpoint.content), checkpoint)
+        raise _no_head(model, form.count_field, form.layers(checkpoint.content), checkpoint)
     spec = checkpoint.read_spec()
     if spec.num_mtp_layers > 1:
-        raise LoaderError(f"{model}: {form.field} is {spec.num_mtp_layers}: only heads of 1 layer are supported")
+        raise LoaderError(f"{model}: {form.count_field} is {spec.num_mtp_layers}: only heads of 1 layer are supported")
     layer = next(layer for layer in spec.layers if layer.has_attention)
     return replace(spec, layers=(layer,)), form
 

@@ -15,6 +15,7 @@ from executor_svc.models.heads.mtp_loading import check_mtp, has_mtp, load_mtp
 from tests.executor_svc.driver import Model
 from tests.executor_svc.models.heads.head_driver import HeadDriver, Text, random_tokens
 from tests.helpers.models.qwen_mtp import PREFIX, ReferenceQwenMtp, make_qwen_mtp
+from tests.helpers.models.wrapped_text import wrap_text
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 96, "max_num_seqs": 8, "block_size": 16}
 
@@ -23,11 +24,15 @@ def config_of(folder: Path) -> ExecutorConfig:
     return ExecutorConfig(model=str(folder), device="cpu", num_threads=1, speculative="mtp", **OPTIONS)
 
 
-def test_against_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_against_transformers(tmp_path: Path, wrapped: bool) -> None:
     """It reads states behind the final norm, and the embedding first; its layer has a gate."""
-    folder = make_qwen_mtp(tmp_path, "qwen3_5_text", seed=3)
-    model = Model(folder, **OPTIONS)
-    draft = load_mtp(config_of(folder), model.device, model.loaded)
+    folder = loaded = make_qwen_mtp(tmp_path / "text", "qwen3_5_text", seed=3)
+    if wrapped:
+        loaded = wrap_text(folder, tmp_path / "wrapped", "qwen3_5", "Qwen3_5ForConditionalGeneration")
+    assert has_mtp(config_of(loaded))
+    model = Model(loaded, **OPTIONS)
+    draft = load_mtp(config_of(loaded), model.device, model.loaded)
     text = Text(random_tokens(1, 41), [9, 2, 14, 5, 7, 0])
     states, results, logits = HeadDriver(model, draft).step([(text, 40)])[0]
     expected, expected_logits = ReferenceQwenMtp(folder).forward(torch.tensor(text.tokens[1:]), states)

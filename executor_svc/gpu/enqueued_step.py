@@ -12,6 +12,7 @@ from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult, StepTimings
 from executor_svc.batch.mirror_slots import MirrorSlots, ReportedTokens
 from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.step_result import Computed, SampledTokens, make_result
 from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.sampling.step_sampling import Enqueued, Forward, StepSampling
@@ -110,7 +111,7 @@ class GpuStep:
         scheduled, computed = self._scheduled, Computed(SampledTokens(none, none, None), none)
         if self._enqueued is not None:
             scheduled, computed = self._settle(slots, self._enqueued)
-        digest = slots.digest() if self._plan.debug_digest else b""
+        digest = digest_of(slots) if self._plan.debug_digest else b""
         total_ns = self._timings.total_ns + time.monotonic_ns() - self._launched
         timings = replace(self._timings, device_ns=computed.device_ns, sample_ns=computed.sample_ns, total_ns=total_ns)
         self._result = make_result(self._plan.step_id, scheduled, computed, timings, digest)

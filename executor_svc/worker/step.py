@@ -16,6 +16,7 @@ from cadenza_common.plan.result import LogprobColumns, SlotError, StepResult, St
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.state_steps import check_admitted_states, states_of_step
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
@@ -149,7 +150,7 @@ class StepExecutor:
                 self.slots.states.made(scheduled.slots, ends)
             if self.grammars is not None:
                 self.grammars.committed(self.slots, scheduled, sampled)
-            digest = self.slots.digest() if plan.debug_digest else b""
+            digest = digest_of(self.slots) if plan.debug_digest else b""
         with self._span("draft"):
             self._drafting.committed(scheduled, starts)
         ended = time.monotonic_ns()

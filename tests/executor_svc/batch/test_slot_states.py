@@ -10,6 +10,7 @@ import pytest
 
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import StateSaves, StepPlan
+from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.slot_states import check_folded
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_states import StepStates, step_states
@@ -101,7 +102,7 @@ def test_the_digest_and_the_writes_are_over_pages_of_states_and_what_is_armed() 
         slots = Slots(STATES, compared=True)
         slots.apply(plan(admitted=(sequence(0, [1] * 9, [0, 1], state_pages=pages),)))
         slots.apply(saves((0, at), page=first))
-        return slots.digest(), slots.writes.digest()
+        return digest_of(slots), slots.writes.digest()
 
     own = digests(PAGES, 8, 40)
     assert own == digests(PAGES, 8, 40)

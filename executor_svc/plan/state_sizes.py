@@ -43,7 +43,8 @@ class HeadUnit:
 
     A part has its columns of the matrix, [rows, part_columns], then the tail, [tail, tail_columns]: of each row the key
     [padded_rows], the decay [decay_columns, of which `decays` are used], and what is added [part_columns]. A row is
-    folded by matrix = decay * matrix + key x added.
+    folded by matrix = decay * matrix + key x added. A device may keep a matrix in a form of its own, and a number of it
+    behind the decay of the tail's first row, where `decays` is 1.
     """
 
     rows: int

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from executor_svc.device.states import DeltaState, HeadUnit, MambaState, Recurrence
 from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows, variant
 from executor_svc.gpu.kernels.states.step import (
     LINE_BYTES,
@@ -27,7 +28,6 @@ from executor_svc.gpu.kernels.states.step import (
     sequence_of,
 )
 from executor_svc.gpu.kernels.variant import Variant
-from executor_svc.plan.state_sizes import DeltaState, HeadUnit, MambaState, Recurrence
 
 LARGEST_KEY = 256
 """Numbers of a key that a program can have in registers."""
@@ -74,15 +74,17 @@ def _folded_in(decayed, key, added):
 
 @triton.jit
 def _load_row(
-    x, gates, strengths, at, there, query_at, key_at, value_at, gate_at, strength_at, key_mask, value_mask, gate_mask,
+    x, gates, strengths, at, there, query_at, key_at, value_at, gate_at, strength_at, key_mask, value_mask,
     X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, STRENGTH_STRIDE: tl.constexpr, DELTA: tl.constexpr,
+    BY_KEY: tl.constexpr,
 ):  # fmt: skip
     """Return a row's query, key, value, gate and strength as they are; zeros if it is not there."""
     row = at.to(tl.int64)
     query = tl.load(x + row * X_STRIDE + query_at, key_mask & there, other=0.0)
     key = tl.load(x + row * X_STRIDE + key_at, key_mask & there, other=0.0)
     value = tl.load(x + row * X_STRIDE + value_at, value_mask & there, other=0.0)
-    gate = tl.load(gates + row * GATE_STRIDE + gate_at, gate_mask & there, other=0.0)
+    gate_mask = key_mask & there if BY_KEY else there
+    gate = tl.load(gates + row * GATE_STRIDE + gate_at, gate_mask, other=0.0)
     strength = gate
     if DELTA:
         strength = tl.load(strengths + row * STRENGTH_STRIDE + strength_at, there, other=0.0)
@@ -149,11 +151,9 @@ def _recur(
         if BY_KEY:
             bias = tl.load(biases + head * KEY + number, key_mask, other=0.0)
             gate_at = head * KEY + number
-            gate_mask = key_mask
         else:
             bias = tl.load(biases + head)
             gate_at = head
-            gate_mask = rows > 0
         if not DELTA:
             skip = tl.load(skips + head)
         query_at = QUERY_AT + key_head * KEY + number
@@ -161,7 +161,7 @@ def _recur(
         value_at = VALUE_AT + head * COLUMNS + part * PART + column
         query, key, value, gate, strength = _load_row(
             x, gates, strengths, start, rows > 0, query_at, key_at, value_at, gate_at, head, key_mask, value_mask,
-            gate_mask, X_STRIDE, GATE_STRIDE, STRENGTH_STRIDE, DELTA,
+            X_STRIDE, GATE_STRIDE, STRENGTH_STRIDE, DELTA, BY_KEY,
         )  # fmt: skip
         for index in range(rows):
             if index <= folding:
@@ -175,7 +175,7 @@ def _recur(
             # The next row's numbers arrive while this row is computed.
             next_query, next_key, next_value, next_gate, next_strength = _load_row(
                 x, gates, strengths, start + index + 1, index + 1 < rows, query_at, key_at, value_at, gate_at, head,
-                key_mask, value_mask, gate_mask, X_STRIDE, GATE_STRIDE, STRENGTH_STRIDE, DELTA,
+                key_mask, value_mask, X_STRIDE, GATE_STRIDE, STRENGTH_STRIDE, DELTA, BY_KEY,
             )  # fmt: skip
             q, k, v = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
             size = _softplus(gate.to(tl.float32) + bias)

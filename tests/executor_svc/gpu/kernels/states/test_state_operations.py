@@ -85,6 +85,30 @@ def test_states_are_the_references(name: str, kernels: GpuStateKernels) -> None:
         torch.testing.assert_close(play.result(0), expected[0, 3:], rtol=2e-5, atol=2e-6)
 
 
+def test_nothing_behind_the_inputs_is_read(kernels: GpuStateKernels) -> None:
+    """Keys and values that are no whole vectors, at the end of memory that holds NaN beyond them."""
+    layer = layers(F32)["delta by key"]
+    expected = whole(kernels, layer)
+    shape = layer.inputs.shape
+    beyond = torch.full((layer.inputs.numel() + 64,), math.nan)
+    beyond[: layer.inputs.numel()] = layer.inputs.flatten()
+    assert isinstance(layer, DeltaLayer)
+    x = beyond[: layer.inputs.numel()].view(-1, shape[2])
+    qkv, _, beta = x.split(layer.widths, 1)
+    gates = torch.cat([x[:, layer.widths[0] : layer.widths[0] + layer.widths[1]].flatten(), beyond[-64:]])
+    play = Play(kernels, layer, 1)
+    rows = x.shape[0]
+    starts = torch.tensor([0, shape[1], rows]).int()
+    tables = torch.tensor([each.table for each in play.running]).int()
+    none = torch.zeros(0).int()
+    play.plan.fill(starts, starts[:2] * 0, starts[:2] * 0, tables, starts * 0, none, tables[:0])
+    found = kernels.gated_delta(
+        qkv, gates[: rows * layer.widths[1]].view(rows, -1), beta, layer.decay, layer.dt_bias, layer.shape,
+        play.pages.memory, play.plan,
+    )  # fmt: skip
+    assert equal_bits(found.view(expected.shape), expected)
+
+
 def test_a_delta_rule_without_decay_finds_what_was_written(kernels: GpuStateKernels) -> None:
     """Orthogonal keys of full strength: a later query finds the value that its key was written with."""
     layer = DeltaLayer(DeltaState(1, 1, 8, 16), F32, num_seqs=1, length=16)

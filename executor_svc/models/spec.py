@@ -100,6 +100,8 @@ class ExpertsSpec:
     """Whether rows and weight of the router are float32, in a narrower model too."""
     shared_size: int = 0
     """The intermediate size of what all tokens share; 0: nothing."""
+    shared_biased: bool = field(default=False, repr=False, metadata=LATER)
+    """Whether what all tokens share has biases."""
     biased: bool = False
     """Whether the router and the experts have biases."""
     activation: ClippedSwiglu | None = None
@@ -325,8 +327,12 @@ class DecoderSpec:
         """Return sha256 over everything, besides the tensors, that the computation depends on."""
         scalings = [rope.scaling for rope in self._ropes]
         lists = [scaling.is_long(max_model_len) for scaling in scalings if isinstance(scaling, LongScaling)]
-        later = [each for part in (self, *self.layers, *self._query_scalings) for each in _later_values(part)]
+        later = [each for part in self._parts for each in _later_values(part)]
         return hashlib.sha256(repr((self, lists, later) if later else (self, lists)).encode()).digest()
+
+    @property
+    def _parts(self) -> list[Any]:
+        return [self, *self.layers, *self._layers_of_experts(), *self._query_scalings]
 
     @property
     def _query_scalings(self) -> list[QueryScaling]:

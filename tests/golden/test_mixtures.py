@@ -30,6 +30,9 @@ from tests.helpers.services import executor_service, scheduler_service
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in MIXTURES},
     "deepseek_v3 of halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "n_shared_experts": 2}),
+    "ernie4_5_moe with biases": ("ernie4_5_moe", {"use_bias": True, "moe_layer_start_index": 0}),
+    "hunyuan_v1_moe by layer": ("hunyuan_v1_moe", {"moe_topk": [1, 3]}),
+    "qwen3_moe with windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 24}),
     "gemma4": (
         "gemma4_text",
         {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},

@@ -85,12 +85,25 @@ def alike_in_layers(config: dict[str, Any], names: tuple[str, ...], num_layers: 
         value = fields.get(name)
         if not isinstance(value, list):
             continue
-        if len(value) != num_layers:
-            raise fields.error(name, f"must have num_hidden_layers {num_layers} entries, not {len(value)}")
+        _check_length(fields, name, value, num_layers)
         if any(each != value[0] for each in value):
             raise fields.error(name, f"{brief(value)} differs between layers, which is not supported")
         found[name] = value[0]
     return Fields(config | found)
+
+
+def by_layer(fields: Fields, name: str, num_layers: int) -> list[Fields]:
+    """Return the fields of each layer, of which one may be a list with a number for each."""
+    value = fields.get(name)
+    if not isinstance(value, list):
+        return [fields] * num_layers
+    _check_length(fields, name, value, num_layers)
+    return [fields.having(name, each) for each in value]
+
+
+def _check_length(fields: Fields, name: str, value: list[Any], num_layers: int) -> None:
+    if len(value) != num_layers:
+        raise fields.error(name, f"must have num_hidden_layers {num_layers} entries, not {len(value)}")
 
 
 def sparse_layers(fields: Fields) -> Callable[[int], bool]:

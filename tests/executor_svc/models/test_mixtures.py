@@ -80,8 +80,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("exaone_moe", {"mlp_layer_types": ["sparse"] * 5 + [3]}, "mlp_layer_types must be a list of dense and sparse"),
     ("granitemoe_swa", {"shared_intermediate_size": -3}, "shared_intermediate_size must be a positive integer, not -3"),
     ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": [1, 2]}, "moe_topk must have num_hidden_layers 6 ent"),
-    ("hunyuan_v1_moe", {"moe_topk": [2] * 5 + [3]}, "moe_topk [2, 2, 2, 2, 2, 3] differs between layers, which is not"),
-    ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": ["2"] * 6}, "moe_topk must be a positive integer"),
+    ("hunyuan_v1_moe", {"num_experts": [4] * 5 + [6]}, "num_experts [4, 4, 4, 4, 4, 6] differs between layers, which"),
+    ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": [2] * 5 + ["2"]}, "moe_topk must be a positive integ"),
     ("hunyuan_v1_moe", {"num_shared_expert": [0] * 6}, "num_shared_expert must be a positive integer, not 0"),
 ]
 

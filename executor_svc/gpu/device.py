@@ -18,8 +18,8 @@ from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
 from executor_svc.device.pool_sizes import chosen_pages, least_of, with_states
 from executor_svc.device.stored_linear import FewBits, QuantRows, StoredLinear
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
-from executor_svc.gpu.latent import GpuLatentKernels
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
+from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.gpu.stored_linear import FewBitsEmbedding, GpuStoredLinear, has_kernel
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions, TorchFunctions
@@ -41,7 +41,7 @@ _HOPPER = 90, 132
 class RecordedLinear:
     """A linear layer whose calls can be recorded; implements `device.kernels.Linear`."""
 
-    def __init__(self, linear: GpuLinear | GpuStoredLinear, kernels: GpuLatentKernels) -> None:
+    def __init__(self, linear: GpuLinear | GpuStoredLinear, kernels: GpuStateKernels) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.linear = linear
         self._kernels = kernels
@@ -85,12 +85,12 @@ class GpuDevice:
         self._arch = arch
         assert config.quantization != "int4"
         self._quantization: Quantization = config.quantization
-        self._kernels = GpuLatentKernels(self.torch_device, arch, num_sms)
+        self._kernels = GpuStateKernels(self.torch_device, arch, num_sms)
         self._workspace = SumsWorkspace(self.torch_device)
         self.few_bits = FewBits()
 
     @property
-    def kernels(self) -> GpuLatentKernels:
+    def kernels(self) -> GpuStateKernels:
         return self._kernels
 
     @property

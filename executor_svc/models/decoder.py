@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 from executor_svc.device.latent import latent_shape
-from executor_svc.device.states import LayerState, StateMemory, StatePlan
+from executor_svc.device.states import StateMemory, StatePlan
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.decoder_weights import DecoderWeights, LayerWeights
 from executor_svc.models.kv_scales import SCALES
@@ -19,6 +19,7 @@ from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import make_rotary
 from executor_svc.models.spec import HEAD, DecoderSpec, LayerSizes, LayerSpec
 from executor_svc.plan.description import LayerHeads
+from executor_svc.plan.state_sizes import LayerState
 
 
 class _Step(NamedTuple):

@@ -30,7 +30,7 @@ async def answer_chat(
     asked, state, caller = await request.app[STATE].asked(request, read)
     info = await caller.model()
     asked = replace(asked, params=asked.suggested(info.default_sampling))
-    chosen, formats = state.names.choose(asked.model, info), state.formats.of(info)
+    chosen, formats = state.names.choose(asked.model, info), await state.formats.of(info)
     prepared = await prepare(caller, asked, formats)
     with_text_ends = asked.splits_logprobs or not prepared.reading.is_plain
     job = GenerationJob(asked.prompts, prepared.params, chosen.adapter, with_text_ends=with_text_ends)

@@ -146,10 +146,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Shapes by size, of Llamas but for Qwen3's: 10.5M parameters, where overhead dominates, SmolLM2-135M's with 134.5M
 (and the same with another vocabulary),
-Qwen3-0.6B's with 596M, and Llama-3.2-1B's with 1,236M (its angles are those of the first 8,192 positions); and two
+Qwen3-0.6B's with 596M, and Llama-3.2-1B's with 1,236M (its angles are those of the first 8,192 positions); two
 mixtures, as Qwen3-MoE, which all peers read: the sizes of OLMoE-1B-7B's layers and of Qwen3-30B-A3B's, of which there
-are as many as a small machine holds: 1,884M and 2,492M parameters; and two hybrids with recurrent layers, Qwen3.5-0.8B's
-and LFM2.5-1.2B's: 752M and 1,170M."""
+are as many as a small machine holds: 1,884M and 2,492M parameters; and two hybrids with recurrent layers: those of
+Qwen3.5-0.8B and LFM2.5-1.2B, with 752M and 1,170M."""
 
 
 def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:

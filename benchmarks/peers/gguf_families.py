@@ -123,7 +123,7 @@ def write_recurrent_sizes(writer: Any, config: Mapping[str, Any]) -> None:
 def feed_forward_size(config: Mapping[str, Any]) -> int:
     """Width of the MLP: LFM2's is a rounded part of what its config.json says."""
     size = int(config["intermediate_size"])
-    if config["model_type"] == "lfm2" and config["block_auto_adjust_ff_dim"]:
+    if config.get("model_type") == "lfm2" and config["block_auto_adjust_ff_dim"]:
         size, multiple = int(config["block_ffn_dim_multiplier"] * (2 * size // 3)), int(config["block_multiple_of"])
         size = -(-size // multiple) * multiple
     return size

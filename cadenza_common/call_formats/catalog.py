@@ -7,6 +7,7 @@ from dataclasses import replace
 from cadenza_common.call_formats.syntax import Body, CallSyntax, Tags, ToolSyntax
 from cadenza_common.call_formats.ways import (
     HUNYUAN,
+    KIMI,
     MISTRAL,
     OBJECTS,
     QWEN,
@@ -100,6 +101,7 @@ FORMATS: tuple[ToolSyntax, ...] = (
                 between=", ",
                 markers=("<|tool_call_start|>", "<|tool_call_end|>"),
             ),
+            list_way("<|tool_call_start|>", "<|tool_call_end|>"),
         ),
         hint="List of tools: ",
     ),
@@ -111,26 +113,7 @@ FORMATS: tuple[ToolSyntax, ...] = (
     ),
     ToolSyntax("deepseek_v31", "DeepSeek V3.1", (deepseek_way("<｜tool▁sep｜>", ""),)),
     ToolSyntax("deepseek_v32", "DeepSeek V3.2, V4", (dsml_way("function_calls"), dsml_way("tool_calls"))),
-    ToolSyntax(
-        "kimi_k2",
-        "Kimi K2",
-        (
-            CallSyntax(
-                Body.JSON,
-                section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-                call=("<|tool_call_begin|>functions.", "<|tool_call_end|>"),
-                separator=":{index}<|tool_call_argument_begin|>",
-                name=r"[\w./-]+",
-                markers=(
-                    "<|tool_calls_section_begin|>",
-                    "<|tool_calls_section_end|>",
-                    "<|tool_call_begin|>",
-                    "<|tool_call_end|>",
-                    "<|tool_call_argument_begin|>",
-                ),
-            ),
-        ),
-    ),
+    ToolSyntax("kimi_k2", "Kimi K2", (KIMI, replace(KIMI, call=("<|tool_call_begin|>", "<|tool_call_end|>")))),
     ToolSyntax(
         "kimi_k3",
         "Kimi K3",
@@ -156,15 +139,12 @@ FORMATS: tuple[ToolSyntax, ...] = (
         "openai",
         "gpt-oss (harmony)",
         (
-            harmony_way("<|start|>assistant to=functions.", "<|channel|>commentary json<|message|>"),
             harmony_way("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
-            harmony_way("<|channel|>commentary to=functions.", " json<|message|>"),
-            harmony_way("<|channel|>commentary to=functions.", "<|message|>"),
-            harmony_way("<|start|>assistant to=functions.", "<|channel|>commentary <|constrain|>json<|message|>"),
+            harmony_way("<|channel|>analysis to=functions.", " <|constrain|>json<|message|>"),
+            harmony_way("<|start|>assistant to=functions.", "<|channel|>commentary json<|message|>"),
             replace(harmony_way(" to=functions.", "<|channel|>commentary json<|message|>"), is_known=True),
-            replace(harmony_way(" to=functions.", "<|channel|>commentary <|constrain|>json<|message|>"), is_known=True),
         ),
-        written=1,
+        written=0,
     ),
     ToolSyntax(
         "minimax",

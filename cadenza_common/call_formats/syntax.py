@@ -53,6 +53,8 @@ class CallSyntax:
     section: tuple[str, str] = ("", "")
     separator: str = ""
     """Behind the name."""
+    header: str = ""
+    """An expression for all that may stand there; empty: the separator alone."""
     between: str = ""
     """What stands between calls."""
     keys: tuple[str, str] = ("name", "arguments")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cadenza_common.call_formats.syntax import ThoughtSyntax
 
-_HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>")
+_HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>", "<|constrain|>")
 _KIMI_K3 = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 THOUGHTS: tuple[ThoughtSyntax, ...] = (
@@ -16,7 +16,9 @@ THOUGHTS: tuple[ThoughtSyntax, ...] = (
         repeats=True,
         wrappers=(
             "<|channel|>final<|message|>",
+            "<|channel|>final <|constrain|>json<|message|>",
             "<|channel|>commentary<|message|>",
+            "<|channel|>commentary to=assistant",
             "<|start|>assistant",
             "<|end|>",
             "<|return|>",
@@ -38,7 +40,13 @@ THOUGHTS: tuple[ThoughtSyntax, ...] = (
         content=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ),
     ThoughtSyntax(
-        "gemma4", "Gemma 4", "<|channel>thought", "<channel|>", repeats=True, parts=("<|channel>", "<channel|>")
+        "gemma4",
+        "Gemma 4",
+        "<|channel>thought",
+        "<channel|>",
+        repeats=True,
+        wrappers=("<|channel>", "<channel|>"),
+        parts=("<|channel>", "<channel|>"),
     ),
     ThoughtSyntax(
         "kimi_k3",

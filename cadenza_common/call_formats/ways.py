@@ -21,6 +21,21 @@ OBJECTS = CallSyntax(
 )
 MISTRAL = CallSyntax(Body.JSON, call=("[TOOL_CALLS]", ""), separator="[ARGS]", markers=("[TOOL_CALLS]", "[ARGS]"))
 
+KIMI = CallSyntax(
+    Body.JSON,
+    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    call=("<|tool_call_begin|>functions.", "<|tool_call_end|>"),
+    separator=":{index}<|tool_call_argument_begin|>",
+    name=r"[\w./-]+",
+    markers=(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_call_argument_begin|>",
+    ),
+)
+
 
 def list_way(opening: str, closing: str, *, space: str = "", id_form: str = "", **others: object) -> CallSyntax:
     """A list of objects between two markers."""
@@ -97,6 +112,7 @@ def harmony_way(head: str, separator: str) -> CallSyntax:
         Body.JSON,
         call=(head, "<|call|>"),
         separator=separator,
+        header=r"[^{\n]{0,64}",
         markers=("<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|constrain|>", "<|end|>", "<|return|>"),
         name=r"[\w./-]+",
     )

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import NamedSlots
-from executor_svc.plan.arrays import IntArray, check_unique, ints
-
-if TYPE_CHECKING:
-    from executor_svc.batch.slots import Slots
+from executor_svc.plan.arrays import BoolArray, IntArray, check_unique, ints
 
 
-def check_forks(slots: Slots, plan: StepPlan, part: NamedSlots) -> None:
+class ForkedSlots(Protocol):
+    """What forks depend on, of all slots; as in `Slots`."""
+
+    num_tokens: IntArray
+    held: BoolArray
+    stopped: BoolArray
+
+    def check_admitted(self, slots: IntArray, part: str) -> None:
+        """Raise InvalidPlan for a slot that is not admitted; part: of the plan, for the message."""
+        ...
+
+
+def check_forks(slots: ForkedSlots, plan: StepPlan, part: NamedSlots) -> None:
     """Check a plan's forks, as far as that does not depend on which slots sample; raises InvalidPlan."""
     forks, sources = ints(plan.fork_slots), ints(plan.fork_source_slots)
     if not len(forks):
@@ -32,7 +41,9 @@ def check_forks(slots: Slots, plan: StepPlan, part: NamedSlots) -> None:
             raise InvalidPlan(f"forks: slot {forks[wrong][0]} {reason}")
 
 
-def with_forks(slots: Slots, plan: StepPlan, readers: IntArray, idle: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+def with_forks(
+    slots: ForkedSlots, plan: StepPlan, readers: IntArray, idle: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
     """Add forks to the slots that sample from their own logits row [L] and to the idle slots, both ascending.
 
     Returns (sampling slots [R], the logits row of each [R], idle slots). Raises InvalidPlan.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from executor_svc.batch.scheduled import Scheduled
-from executor_svc.batch.slot_states import StepStates
 from executor_svc.batch.slots import Slots
+from executor_svc.batch.step_states import StepStates
 from executor_svc.plan.arrays import IntArray
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from executor_svc.batch.slots import Slots
+from executor_svc.batch.slots import Slots
 
 
 def digest_of(slots: Slots) -> bytes:

@@ -6,8 +6,7 @@ is in its pages alone, so that it moves with them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +15,6 @@ from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import StateSaves
 from executor_svc.plan.arrays import BoolArray, IntArray, check_range, check_unique, ints
 from executor_svc.plan.limits import Limits
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _NONE = np.iinfo(np.int64).max
 
@@ -31,25 +27,12 @@ class ArmedSave(NamedTuple):
     """[pages_per_state]."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepStates:
-    """The states of a step's S sequences, P pages each, and the V copies that the step makes of them."""
+class SavedStates(NamedTuple):
+    """The copies that a step has made."""
 
-    tables: Tensor
-    """[S, P] int32: the pages."""
-    context_lens: Tensor
-    """[S] int32."""
-    folded: Tensor
-    """[S] int32: where each state stands before the step."""
-    ends: Tensor
-    """[S] int32: where it stands after it."""
-    save_starts: Tensor
-    """[S + 1] int32: sequence s has copies save_starts[s] to save_starts[s + 1]."""
-    save_positions: Tensor
-    """[V] int32, ascending in each sequence."""
-    save_tables: Tensor
-    """[V, P] int32: the pages of the copies."""
-    saved_slots: IntArray
+    slots: IntArray
+    """[V]."""
+    positions: IntArray
     """[V]."""
 
 
@@ -108,37 +91,18 @@ class SlotStates:
         """Return whether a copy is armed at or before ends [S] for one of the slots rows [S]."""
         return bool(self.armed) and bool((self._next[rows] <= ends).any())
 
-    def of_step(self, rows: IntArray, context: IntArray, counts: IntArray, folded: IntArray) -> StepStates:
-        """Return the states of a step that computes counts [S] tokens of the slots rows [S] behind context [S].
-
-        folded: [S] where the states stand. The last tokens of a step, as many as a tail holds, are not folded in it.
-        """
-        import torch  # The simulated executor runs without it.
-
-        ends = context + np.maximum(0, counts - self._limits.state_tail)
-        slots: list[int] = []
+    def due(self, rows: IntArray, folded: IntArray, ends: IntArray) -> tuple[list[ArmedSave], IntArray]:
+        """Return the copies that are made as states of the slots rows [S] go from folded [S] to ends [S], and their
+        number for each slot."""
         saves: list[ArmedSave] = []
-        starts = np.zeros(len(rows) + 1, np.int32)
+        counts = np.zeros(len(rows), np.int64)
         if self.is_due(rows, ends):
             for index in np.flatnonzero(self._next[rows] <= ends).tolist():
-                slot = int(rows[index])
-                made = [each for each in self.armed[slot] if folded[index] <= each.position <= ends[index]]
+                armed = self.armed[int(rows[index])]
+                made = [each for each in armed if folded[index] <= each.position <= ends[index]]
                 saves += made
-                slots += [slot] * len(made)
-                starts[index + 1] = len(made)
-            starts = starts.cumsum(dtype=np.int32)
-        tables = [save.pages for save in saves]
-        positions = np.array([save.position for save in saves], np.int32)
-        return StepStates(
-            tables=torch.from_numpy(self.tables[rows]),
-            context_lens=torch.from_numpy(context.astype(np.int32)),
-            folded=torch.from_numpy(folded.astype(np.int32)),
-            ends=torch.from_numpy(ends.astype(np.int32)),
-            save_starts=torch.from_numpy(starts),
-            save_positions=torch.from_numpy(positions),
-            save_tables=torch.from_numpy(np.array(tables, np.int32).reshape(len(saves), self.tables.shape[1])),
-            saved_slots=np.array(slots, np.int64),
-        )
+                counts[index] = len(made)
+        return saves, counts
 
     def made(self, rows: IntArray, ends: IntArray) -> None:
         """Forget what is armed up to ends [S] of the slots rows [S]: a step made it, or it was passed before."""

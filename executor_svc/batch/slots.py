@@ -19,7 +19,6 @@ from executor_svc.batch.forks import check_forks, with_forks
 from executor_svc.batch.plan_checks import check_admission, check_block_moves, check_supported
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import NamedSlots, Scheduled, named_slots
-from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.slot_sampling import SlotSampling
 from executor_svc.batch.slot_states import SlotStates
 from executor_svc.batch.writes import Writes
@@ -359,7 +358,3 @@ class Slots:
             stop &= places + 1 - self.num_prompt_tokens[slots] >= self.sampling["min_tokens"][slots]
         drafts = self.max_drafts[slots] > 0
         return stop | (drafts & (places + 1 >= self.max_len[slots])) if drafts.any() else stop
-
-    def digest(self) -> bytes:
-        """Return `slot_digest.digest_of` these slots."""
-        return digest_of(self)

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.scheduled import Scheduled
-from executor_svc.batch.slot_states import StepStates, check_folded
+from executor_svc.batch.slot_states import check_folded
 from executor_svc.batch.slots import Slots
+from executor_svc.batch.step_states import StepStates, step_states
 from executor_svc.plan.arrays import IntArray, ints
 
 
@@ -37,7 +38,8 @@ def states_of_step(slots: Slots, scheduled: Scheduled, headers: Headers) -> Step
     """Return the states of the scheduled slots; raises InvalidPlan where one does not stand at its slot's context."""
     rows = scheduled.slots
     folded = _folded(slots, rows, headers)
-    return slots.states.of_step(rows, slots.num_computed_tokens[rows], scheduled.num_tokens, folded)
+    context, tail = slots.num_computed_tokens[rows], slots.limits.state_tail
+    return step_states(slots.states, rows, context, scheduled.num_tokens, folded, tail)
 
 
 def _folded(slots: Slots, rows: IntArray, headers: Headers) -> IntArray:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.state_layout import StateLayout, page_sizes_for
-from executor_svc.device.states import UNIT_MULTIPLE
 from executor_svc.plan.limits import GroupShape
+from executor_svc.plan.state_sizes import UNIT_MULTIPLE
 
 MAX_STRIPS = 32
 """Maximum pages of a block."""

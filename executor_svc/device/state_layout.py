@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from executor_svc.device.states import HEADER_BYTES, StateMemory
+from executor_svc.device.states import StateMemory
 from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.state_sizes import HEADER_BYTES
 
 
 class UnitPlace(NamedTuple):

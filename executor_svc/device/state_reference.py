@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor_svc.device.states import ConvState, DeltaState, GatedNormKind, MambaState, Recurrence, StateMemory
+from executor_svc.device.states import GatedNormKind, StateMemory
 from executor_svc.device.states import StatePlan as AnyStatePlan
+from executor_svc.plan.state_sizes import ConvState, DeltaState, MambaState, Recurrence
 
 _L2_EPS = 1e-6
 _names = itertools.count()

@@ -17,7 +17,7 @@ from torch import Tensor
 from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
-from executor_svc.batch.slot_states import StepStates
+from executor_svc.batch.step_states import StepStates
 from executor_svc.gpu.kernels.slots.commit import IDLE, commit_step
 from executor_svc.gpu.kernels.slots.draft_layout import lay_out_drafts
 from executor_svc.gpu.kernels.slots.draft_passes import first_pass, next_pass

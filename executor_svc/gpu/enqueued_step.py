@@ -12,6 +12,7 @@ from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult, StepTimings
 from executor_svc.batch.mirror_slots import MirrorSlots, ReportedTokens
 from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.step_result import Computed, SampledTokens, make_result
 from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.sampling.step_sampling import Enqueued, Forward, StepSampling
@@ -110,7 +111,7 @@ class GpuStep:
         scheduled, computed = self._scheduled, Computed(SampledTokens(none, none, None), none)
         if self._enqueued is not None:
             scheduled, computed = self._settle(slots, self._enqueued)
-        digest = slots.digest() if self._plan.debug_digest else b""
+        digest = digest_of(slots) if self._plan.debug_digest else b""
         total_ns = self._timings.total_ns + time.monotonic_ns() - self._launched
         timings = replace(self._timings, device_ns=computed.device_ns, sample_ns=computed.sample_ns, total_ns=total_ns)
         self._result = make_result(self._plan.step_id, scheduled, computed, timings, digest)
@@ -124,9 +125,9 @@ class GpuStep:
         errors = np.where(idle, 0, committed.errors)
         taken = ReportedTokens(committed.token_ids, errors, idle, committed.positions)
         slots.settle(scheduled, self._generations, taken)
-        saves, states = self._owner.saves, None
+        saves, saved = self._owner.saves, None
         if saves is not None and self._states is not None:
-            states = saves.settle(self._states, scheduled, committed)
+            saved = saves.settle(self._states, scheduled, committed)
         logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(committed)
         prompts = {} if enqueued.prompts is None else enqueued.prompts.wait()
         if idle.any():
@@ -136,4 +137,4 @@ class GpuStep:
         sampled = SampledTokens(committed.token_ids, committed.errors, logprobs, enqueued.candidates)
         self._owner.sampling.masks.committed(slots, scheduled, sampled)
         device_ns, sample_ns = self._clock.between()
-        return scheduled, Computed(sampled, committed.positions, prompts, device_ns, sample_ns, states)
+        return scheduled, Computed(sampled, committed.positions, prompts, device_ns, sample_ns, saved)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from executor_svc.batch.slot_states import StepStates
+from executor_svc.batch.step_states import StepStates
 from executor_svc.gpu.kernels.slots.slots import padded
 from executor_svc.gpu.kernels.states.saves import SaveTensors
 from executor_svc.gpu.staging import StagedChanges

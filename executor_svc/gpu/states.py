@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from executor_svc.device.states import DeltaState, GatedNormKind, MambaState, StateMemory, StatePlan
+from executor_svc.device.states import GatedNormKind, StateMemory, StatePlan
 from executor_svc.gpu.kernels.states import gating
 from executor_svc.gpu.kernels.states.conv import causal_conv
 from executor_svc.gpu.kernels.states.plan import GpuStatePlan, unit_lines
 from executor_svc.gpu.kernels.states.recurrence import gated_delta, mamba
 from executor_svc.gpu.latent import GpuLatentKernels
+from executor_svc.plan.state_sizes import DeltaState, MambaState
 
 
 class GpuStateKernels(GpuLatentKernels):

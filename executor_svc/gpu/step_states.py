@@ -6,16 +6,15 @@ it may come to; with its results come the context lengths, and from these follow
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.mirror_slots import MirrorSlots
 from executor_svc.batch.scheduled import Scheduled
-from executor_svc.batch.slot_states import StepStates
+from executor_svc.batch.slot_states import SavedStates
+from executor_svc.batch.step_states import StepStates, step_states
 from executor_svc.plan.arrays import BoolArray, IntArray
 
 if TYPE_CHECKING:
@@ -56,10 +55,12 @@ class StepSaves:
         generations, saves = slots.generations[rows], None
         furthest = context + num_in_flight
         if slots.states.is_due(rows, furthest + np.maximum(0, drafted.num_tokens - self._tail)):
-            saves = slots.states.of_step(rows, furthest, drafted.num_tokens, np.zeros_like(context))
+            saves = step_states(
+                slots.states, rows, furthest, drafted.num_tokens, np.zeros_like(context), slots.limits.state_tail
+            )
         return EnqueuedStates(generations, context, saves)
 
-    def settle(self, step: EnqueuedStates, scheduled: Scheduled, committed: CommittedTokens) -> StepStates | None:
+    def settle(self, step: EnqueuedStates, scheduled: Scheduled, committed: CommittedTokens) -> SavedStates | None:
         """Return the saves that a step has made; all earlier steps are settled.
 
         scheduled: with the drafts that it had. committed: its tokens, those of idle slots too.
@@ -82,11 +83,11 @@ class StepSaves:
         self._stands[rows[live]], self._generations[rows] = ends[live], step.generations
         return made
 
-    def _made(self, saves: StepStates, rows: IntArray, live: BoolArray, ends: IntArray) -> StepStates:
+    def _made(self, saves: StepStates, rows: IntArray, live: BoolArray, ends: IntArray) -> SavedStates:
         """Return those of a step's saves that it has made, and no earlier step."""
         counts, slots = np.diff(saves.save_starts.numpy()), saves.saved_slots
         positions = saves.save_positions.numpy().astype(np.int64)
         kept = live.repeat(counts) & (positions <= ends.repeat(counts))
         kept &= (positions >= self._stands[slots]) & (positions > self._saved[slots])
         self._saved[slots[kept]] = positions[kept]
-        return replace(saves, saved_slots=slots[kept], save_positions=saves.save_positions[torch.from_numpy(kept)])
+        return SavedStates(slots[kept], positions[kept])

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope, WeightRows
-from executor_svc.device.states import LayerState, StateMemory, StatePlan
+from executor_svc.device.states import StateMemory, StatePlan
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
 from executor_svc.plan.description import LayerHeads
+from executor_svc.plan.state_sizes import LayerState
 
 
 class ModelConfigError(ValueError):

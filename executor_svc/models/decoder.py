@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
 from executor_svc.device.latent import latent_shape
-from executor_svc.device.states import LayerState, StateMemory, StatePlan
+from executor_svc.device.states import StateMemory, StatePlan
 from executor_svc.models.base import Builder, WeightSource
 from executor_svc.models.decoder_weights import DecoderWeights, LayerWeights
 from executor_svc.models.kv_scales import SCALES
@@ -19,6 +19,7 @@ from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import make_rotary
 from executor_svc.models.spec import HEAD, DecoderSpec, LayerSizes, LayerSpec
 from executor_svc.plan.description import LayerHeads
+from executor_svc.plan.state_sizes import LayerState
 
 
 class _Step(NamedTuple):
@@ -77,7 +78,8 @@ class Decoder:
         for index, layer in enumerate(spec.layers):
             scales[index] = scales[index if layer.kv_of is None else layer.kv_of]
         self._layers = [reader.layer(i, *each) for i, each in enumerate(zip(shapes, scales, strict=True))]
-        self._final_norm = reader.final_norm()
+        self.final_norm = reader.final_norm()
+        """A head of multi-token prediction may read what it returns."""
         self._embedding_scale = spec.embedding_scale
         if spec.embedding_scale_rounded:
             self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=builder.dtype))
@@ -220,7 +222,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, vocab_size] for hidden [R, hidden]: rounded to the model's dtype, as float32."""
         spec = self._spec
-        logits = self.head(self._final_norm(hidden), torch.float32)
+        logits = self.head(self.final_norm(hidden), torch.float32)
         return self._kernels.finish_logits(logits, hidden.dtype, spec.logits_divisor, spec.logits_softcap)
 
 

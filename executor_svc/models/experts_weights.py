@@ -106,9 +106,9 @@ class ExpertsWeights:
 
     def _shared(self, prefix: str, experts: ExpertsSpec) -> Mlp:
         names, hidden, activation = experts.names, self._spec.hidden_size, self._spec.activation
-        rows = into_rows(names.shared_into, experts.shared_size, experts.gated)
-        gate_up = self._linear("shared.gate_up", {prefix + name: count for name, count in rows.items()}, hidden)
-        down = self._linear("shared.down", {prefix + names.shared_down: hidden}, experts.shared_size)
+        rows, biased = into_rows(names.shared_into, experts.shared_size, experts.gated), experts.shared_biased
+        gate_up = self._linear("shared.gate_up", {prefix + name: count for name, count in rows.items()}, hidden, biased)
+        down = self._linear("shared.down", {prefix + names.shared_down: hidden}, experts.shared_size, biased)
         if not experts.gated:
             assert activation in PLAIN
             return PlainMlp(gate_up, down, activation, None, self._kernels)

@@ -87,6 +87,8 @@ class ExpertsSpec:
     """Whether rows and weight of the router are float32, in a narrower model too."""
     shared_size: int = 0
     """The intermediate size of what all tokens share; 0: nothing."""
+    shared_biased: bool = field(default=False, repr=False, metadata=LATER)
+    """Whether what all tokens share has biases."""
     biased: bool = False
     """Whether the router and the experts have biases."""
     activation: ClippedSwiglu | None = None

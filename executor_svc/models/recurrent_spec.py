@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from executor_svc.device.states import ConvState, DeltaState, GatedNormKind, LayerState, MambaState
+from executor_svc.device.states import GatedNormKind
+from executor_svc.plan.state_sizes import ConvState, DeltaState, LayerState, MambaState
 
 Ranges = tuple[range, ...]
 

@@ -196,8 +196,12 @@ class DecoderSpec:
         """Return sha256 over everything, besides the tensors, that the computation depends on."""
         scalings = [rope.scaling for rope in self._ropes]
         lists = [scaling.is_long(max_model_len) for scaling in scalings if isinstance(scaling, LongScaling)]
-        later = [each for part in (self, *self.layers, *self._query_scalings) for each in _later_values(part)]
+        later = [each for part in self._parts for each in _later_values(part)]
         return hashlib.sha256(repr((self, lists, later) if later else (self, lists)).encode()).digest()
+
+    @property
+    def _parts(self) -> list[Any]:
+        return [self, *self.layers, *self._layers_of_experts(), *self._query_scalings]
 
     @property
     def _query_scalings(self) -> list[QueryScaling]:

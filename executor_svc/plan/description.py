@@ -6,15 +6,13 @@ import importlib.metadata
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from cadenza_common.grammar.table import GrammarEngine
 from cadenza_common.wire.transport import MAX_STEP_LOGPROBS, PROTOCOL_VERSION
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.limits import GroupShape, Limits
-
-if TYPE_CHECKING:
-    from executor_svc.device.states import LayerState
+from executor_svc.plan.state_sizes import LayerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from cadenza_common.plan.result import LogprobColumns, SlotError, StepResult, St
 from executor_svc.batch.prompt_rows import by_slot, prompt_rows
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
 from executor_svc.plan.arrays import BoolArray
@@ -117,7 +118,7 @@ class SimulatedStepExecutor:
         computed = self._compute(scheduled)
         sampled = computed.sampled
         self.slots.commit(scheduled, sampled.token_ids, sampled.valid, sampled.late)
-        digest = self.slots.digest() if plan.debug_digest else b""
+        digest = digest_of(self.slots) if plan.debug_digest else b""
         if self._costs.instant:
             ended = time.monotonic_ns()
             timings = StepTimings(

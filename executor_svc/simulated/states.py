@@ -1,7 +1,7 @@
 """Recurrent states of the simulated executor: a digest that depends on the order of all tokens before a position.
 
-The state behind position p is s = mix(K * s + the token's hash), over the tokens before p, from 0. Its pages hold what a
-real one's hold: where it stands, the digest there, and the hashes of the tokens behind, which a later step folds. The
+The state behind position p is s = mix(K * s + the token's hash), over the tokens before p, from 0. Its pages hold what
+a real one's hold: where it stands, the digest there, and the hashes of the tokens behind, which a later step folds. The
 tokens of the model do not depend on states: what a step reads is compared with what the slot's own tokens give, and a
 difference goes into all that the step writes and chooses.
 """

@@ -16,6 +16,7 @@ from cadenza_common.plan.result import LogprobColumns, SlotError, StepResult, St
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.state_steps import check_admitted_states, states_of_step
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
@@ -144,11 +145,12 @@ class StepExecutor:
         sampled = computed.sampled
         with self._span("commit"):
             self.slots.commit(scheduled, sampled.token_ids, sampled.valid, sampled.late)
-            if computed.states is not None:
-                self.slots.states.made(scheduled.slots, computed.states.ends.numpy())
+            if self._headers is not None:
+                ends = starts + np.maximum(0, scheduled.num_tokens - self.limits.state_tail)
+                self.slots.states.made(scheduled.slots, ends)
             if self.grammars is not None:
                 self.grammars.committed(self.slots, scheduled, sampled)
-            digest = self.slots.digest() if plan.debug_digest else b""
+            digest = digest_of(self.slots) if plan.debug_digest else b""
         with self._span("draft"):
             self._drafting.committed(scheduled, starts)
         ended = time.monotonic_ns()
@@ -189,7 +191,8 @@ class StepExecutor:
                 positions = self.slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead)
                 sampled = self._ranks.sampled(lambda: self._sample(logits, best, scheduled, masks))
         sample_ns = time.monotonic_ns() - forward_done
-        return Computed(sampled, positions, prompts, forward_done - began, sample_ns, states)
+        saved = None if states is None else states.saved
+        return Computed(sampled, positions, prompts, forward_done - began, sample_ns, saved)
 
     def _sample(self, logits: Tensor, best: IntArray, scheduled: Scheduled, masks: RowMasks | None) -> SampledTokens:
         sampled = choose(logits.contiguous(), best, self.slots, scheduled, self._runner.functions, masks)

@@ -27,6 +27,9 @@ def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Kinds:
         if isinstance(options := schema.get(name), list):
             found = [kinds_of(option, root, depth + 1) for option in options]
             return frozenset().union(*found) if all(found) else frozenset()
+    if isinstance(options := schema.get("allOf"), list):
+        known = [kinds for option in options if (kinds := kinds_of(option, root, depth + 1))]
+        return frozenset.intersection(*known) if known else frozenset()
     return frozenset()
 
 

@@ -13,7 +13,7 @@ from gateway_svc.parsing.arguments.tagged import ArgumentKinds, TagArguments, Ta
 from gateway_svc.parsing.arguments.tree import TreeArguments
 from gateway_svc.parsing.call_json import MAX_NAME
 from gateway_svc.parsing.calls import CLOSING, AnswerBuilder
-from gateway_svc.parsing.literals import FAIL, MORE, Codes, Literal, keyed
+from gateway_svc.parsing.literals import FAIL, MORE, Codes, Header, Literal, keyed
 from gateway_svc.parsing.parts import Mark, Marker, Part, Piece
 
 
@@ -21,6 +21,9 @@ class _CallState(Enum):
     CONTENT = "content"
     CALL = "in a call"
     BEHIND = "behind a call"
+
+
+_NOTHING = Literal("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class _Way:
     def __init__(self, way: CallSyntax, codes: Codes) -> None:
         self.syntax = way
         self.name = re.compile(way.name)
-        self.separator = codes.literal(way.separator, spaced=True)
+        self.separator = Header(way.header) if way.header else codes.literal(way.separator, spaced=True)
         self.call_open = codes.literal(way.call[0], spaced=True)
         self.call_close = codes.literal("" if way.body is Body.TREE else way.call[1]).atoms()
         self.section_close = codes.literal(way.section[1]).atoms()
@@ -89,6 +92,8 @@ class CallReader:
         """Of the call at hand, or the last one."""
         self._call: CallArgumentsReader | None = None
         self._is_begun = False
+        self._is_named = False
+        """Whether the text has a tool's name that may become a call."""
         self._due: list[Literal] = []
         """What is to stand behind the call."""
         self._had_due = False
@@ -97,8 +102,8 @@ class CallReader:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether what follows belongs to a call."""
-        return self._at is _CallState.CALL
+        """Whether what follows belongs to a call, or to what stands behind the name of one."""
+        return self._at is _CallState.CALL or self._is_named
 
     def feed(self, piece: Piece) -> Iterator[Part]:
         """Take one piece; gives the parts that are certain now."""
@@ -129,6 +134,7 @@ class CallReader:
     def _read(self, *, is_last: bool) -> Iterator[Part]:
         """Read as far as it is certain; is_last: nothing follows."""
         while self._text:
+            self._is_named = False
             before = self._at, len(self._text), self._call
             match self._at:
                 case _CallState.CONTENT:
@@ -229,9 +235,11 @@ class CallReader:
         ):
             return FAIL
         if at + len(name) == len(text):
+            self._is_named = name in self._names
             return MORE
         end = way.separator.match(text, at + len(name))
         if end < 0:
+            self._is_named = end == MORE
             return end
         if way.tags is not None:
             kinds = self._kinds.get(name, {})
@@ -333,10 +341,13 @@ class CallReader:
         """Whether the next call of a section begins here."""
         if not way.call_open.begins and way.syntax.body is Body.OBJECT and text[at] != "{":
             return FAIL
-        has_section = bool(way.syntax.section[0]) or way.syntax.bare == ""
+        # Some models write several objects between one pair of markers.
+        is_within = way.syntax.body is Body.OBJECT and text[at] == "{" and len(self._due) > 0
+        has_section = bool(way.syntax.section[0]) or way.syntax.bare == "" or is_within
         is_known = way.syntax.is_known
         outcome = FAIL
-        inner = [_Beginning(way, way.call_open, is_known)] if has_section and not text[at].isspace() else []
+        opening = _NOTHING if is_within else way.call_open
+        inner = [_Beginning(way, opening, is_known)] if has_section and not text[at].isspace() else []
         for each in [*inner, *(each for each in self._beginnings if not each.is_first)]:
             if (end := self._begin(each, text, at)) >= 0:
                 return end

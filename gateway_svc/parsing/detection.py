@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -27,6 +27,11 @@ from gateway_svc.parsing.message import Message
 from gateway_svc.parsing.parts import Marker
 from gateway_svc.parsing.pieces import PieceReader
 
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
+_STRING = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
+_MAX_STRING = 64
+"""Characters of a string of a template's code that writes a marker; longer ones are prose."""
 _MARKS = [arguments["qmname"] for _, arguments in EXAMPLE_CALLS]
 _KINDS = {
     each["function"]["name"]: {
@@ -117,10 +122,11 @@ def detect_reasoning(info: ModelInfo) -> ReasoningFormat | None:
     """The format of the thoughts that a chat template shows, or that its prompt, its text or its tokens have."""
     shown = info.chat_examples
     texts = {token.text for token in info.added_tokens}
+    strings = _short_strings(info.chat_template)
     checks: tuple[Callable[[ThoughtSyntax], bool], ...] = (
         lambda each: shown is not None and any(_shows(text, each) for text in (shown.thought, shown.thought_and_call)),
-        lambda each: shown is not None and shown.prompt.rstrip().endswith((each.open, each.close)),
-        lambda each: each.open in info.chat_template and each.hint in info.chat_template,
+        lambda each: shown is not None and _ends(shown.prompt.rstrip(), each),
+        lambda each: _is_written(each, strings, info.chat_template),
         lambda each: {each.open, each.close} <= texts and not each.hint,
     )
     for check in checks:
@@ -133,6 +139,26 @@ def detect_reasoning(info: ModelInfo) -> ReasoningFormat | None:
 def _shows(text: str, syntax: ThoughtSyntax) -> bool:
     opening, closing = re.escape(syntax.open), re.escape(syntax.close)
     return re.search(rf"{opening}\s*{EXAMPLE_THOUGHT}\s*{closing}", text) is not None
+
+
+def _ends(prompt: str, syntax: ThoughtSyntax) -> bool:
+    """Whether a prompt opens a thought, or has closed one."""
+    return prompt.endswith(syntax.open.rstrip()) or (prompt.endswith(syntax.close) and syntax.open in prompt)
+
+
+def _is_written(syntax: ThoughtSyntax, strings: Sequence[str], template: str) -> bool:
+    """Whether the template's code writes what opens a thought; where a format has a hint, by that alone."""
+    if syntax.hint:
+        return syntax.open in template and syntax.hint in template
+    opening = syntax.open.strip()
+    return any(text.startswith(opening) or text.endswith(opening) for text in strings)
+
+
+def _short_strings(template: str) -> list[str]:
+    """The strings in a template's code: what it says outside of them, and in comments, is shown or left out."""
+    code = _CODE.findall(_COMMENT.sub("", template))
+    found = ((one or other).replace("\\n", "\n").strip() for each in code for one, other in _STRING.findall(each))
+    return [text for text in found if 0 < len(text) <= _MAX_STRING]
 
 
 def _refined(syntax: ThoughtSyntax, info: ModelInfo) -> ReasoningFormat:

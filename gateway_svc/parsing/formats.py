@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -105,13 +106,23 @@ class KnownFormats:
     def __init__(self, tools: ToolOption = "auto", reasoning: ReasoningOption = "auto") -> None:
         self._options = tools, reasoning
         self._known: tuple[ModelInfo, Formats] | None = None
+        self._search = asyncio.Lock()
 
-    def of(self, info: ModelInfo) -> Formats:
+    async def of(self, info: ModelInfo) -> Formats:
         """How a model writes tool calls and thoughts; what is new is logged."""
         known = self._known
         if known is not None and (known[0] is info or _same(known[0], info)):
             return known[1]
-        found = find_formats(info, *self._options)
+        async with self._search:
+            if self._known is not known:  # another request has found it meanwhile
+                return await self.of(info)
+            # In a thread, since it takes some 0.1 s, in which streams would stand still.
+            found = await asyncio.to_thread(find_formats, info, *self._options)
+            self._keep(info, found)
+        return found
+
+    def _keep(self, info: ModelInfo, found: Formats) -> None:
+        known, self._known = self._known, (info, found)
         if known is None or known[1] != found:
             _LOG.info(
                 "%s: tool calls are read as %s, thoughts as %s",
@@ -121,8 +132,6 @@ class KnownFormats:
             )
             if (wrong := self.error(info)) is not None:
                 _LOG.warning("%s", wrong)
-        self._known = info, found
-        return found
 
     @property
     def is_named(self) -> bool:

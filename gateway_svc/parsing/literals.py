@@ -61,9 +61,9 @@ class Codes:
         return text if self._texts is None else self._texts.sub(lambda found: self._of[found.group()], text)
 
     def literal(self, text: str, *, spaced: bool = False) -> Literal:
-        """A literal with these markers; spaced: space may stand behind each."""
+        """A literal with these markers; spaced: space may stand on both sides of each."""
         coded = self.coded(text)
-        return Literal(_CODE.sub(lambda found: found.group() + " ", coded) if spaced else coded)
+        return Literal(_CODE.sub(lambda found: f" {found.group()} ", coded) if spaced else coded)
 
 
 def keyed(text: str) -> str:
@@ -75,6 +75,19 @@ def code_in(text: str, start: int = 0) -> int:
     """Where the first marker is; -1: nowhere."""
     found = _CODE.search(text, start)
     return -1 if found is None else found.start()
+
+
+class Header:
+    """An expression in place of a literal, for what begins and ends as it likes."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = re.compile(pattern)
+
+    def match(self, text: str, at: int) -> int:
+        """As Literal."""
+        found = self._pattern.match(text, at)
+        end = FAIL if found is None else found.end()
+        return MORE if end == len(text) else end
 
 
 class Literal:

@@ -31,7 +31,7 @@ def tool_roles(syntax: ToolSyntax) -> Iterator[tuple[Role, str]]:
     """The markers of a format of calls, and what they mean."""
     closing = {text for way in syntax.ways for text in way.markers[1:] if (way.call[1] + way.section[1]).endswith(text)}
     for text in syntax.markers:
-        is_first = any(way.markers[0] == text for way in syntax.ways)
+        is_first = any(way.markers[0] == text or way.call[0].startswith(text) for way in syntax.ways)
         yield Role.CALL if is_first else Role.CALL_END if text in closing else Role.ARGUMENTS, text
     for text in syntax.wrappers:
         yield Role.WRAPPER, text

@@ -94,11 +94,14 @@ class OutputParser:
                 is_open=reading.is_open(prompt_ids),
                 is_past=reading.opening is Opening.ANSWERING,
                 repeats=thought.repeats,
+                answer=thought.content[0],
                 is_in_call=lambda: self._calls is not None and self._calls.is_in_call,
             )
         )
         has_open = self._calls is not None and thought is not None and not thought.repeats
-        self._open_thought = OpenThought(lambda: _call_reader(reading, known)) if has_open else None
+        tools = formats.tool_syntax
+        before = {way.open.partition(way.markers[0])[0] for way in tools.ways} if tools is not None else set()
+        self._open_thought = OpenThought(lambda: _call_reader(reading, known), before) if has_open else None
         self._frame = AnswerFrame(*thought.answer) if thought is not None and any(thought.answer) else None
         self._is_parallel, self._has_calls_alone = reading.is_parallel, reading.has_calls_alone
         self._owners = TokenOwners(self._reader.text_ends) if with_tokens else None

@@ -151,6 +151,7 @@ class PythonArguments:
     def _end_word(self) -> None:
         word, self._word = self._word, ""
         if self._at is _PythonCallState.KEY:
+            word = word.strip()
             if len(self._open) == 1:
                 self.is_bad = (not self._mark and KEY.fullmatch(word) is None) or word in self._keys
                 self._keys.add(word)

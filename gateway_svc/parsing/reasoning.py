@@ -27,14 +27,16 @@ class ReasoningSplitter:
         is_open: bool,
         is_past: bool = False,
         repeats: bool = False,
+        answer: str = "",
         is_in_call: Callable[[], bool] = lambda: False,
     ) -> None:
         """is_open: whether the prompt ends within a thought; is_past: whether it ends within the answer behind one.
 
-        repeats: whether thoughts stand behind text too, unless it belongs to a call, as is_in_call says.
+        repeats: whether thoughts stand behind text too, unless it belongs to a call, as is_in_call says. answer: the
+        marker that begins an answer, and ends a thought that is open.
         """
         self._state = _State.OPEN if is_open else _State.DONE if is_past else _State.BEFORE
-        self._repeats, self._is_in_call = repeats, is_in_call
+        self._repeats, self._is_in_call, self._answer = repeats, is_in_call, answer
         self._held: list[Piece] = []
         """Space and wrappers that the output begins with."""
         self._has_text = False
@@ -49,7 +51,7 @@ class ReasoningSplitter:
         return self._state is _State.OPEN
 
     def close(self, num_tokens: int) -> None:
-        """The thought has ended without a marker, with so many tokens."""
+        """The thought has ended without a marker of its own, with so many tokens."""
         self._state, self.num_tokens = _State.DONE, num_tokens
 
     def feed(self, piece: Piece) -> Iterator[Thought | Piece]:
@@ -73,6 +75,9 @@ class ReasoningSplitter:
         if _begins(piece):
             self._state, self._held, self.num_tokens = _State.OPEN, [], None
             return
+        if isinstance(piece, Mark) and piece.role is Role.THOUGHT_END:  # of a thought that is left out
+            self._state, self._held, self.num_tokens = _State.DONE, [], piece.num_tokens
+            return
         self._held.append(piece)
         if not piece.strip() if isinstance(piece, str) else piece.marker.is_nothing:
             return
@@ -81,6 +86,10 @@ class ReasoningSplitter:
 
     def _open(self, piece: Piece) -> Iterator[Thought | Piece]:
         if isinstance(piece, Mark):
+            if piece.marker.text == self._answer:
+                self.close(piece.num_tokens)
+                yield piece
+                return
             if piece.role is Role.THOUGHT_END:
                 self._state, self.num_tokens = _State.DONE, piece.num_tokens
                 return

@@ -13,8 +13,7 @@ from gateway_svc.parsing.python_call import KEY
 from gateway_svc.requests.tools import Tool
 from gateway_svc.tools.lark import MarkedText, compact_json, literal
 from gateway_svc.tools.object_schemas import CHOICES, UNWRITTEN, ObjectSchema, flat, object_variants, with_any_of
-from gateway_svc.tools.tree_rules import TreeRules
-from gateway_svc.tools.typed_arguments import TypedRules
+from gateway_svc.tools.value_rules import TreeRules, TypedRules
 from gateway_svc.tools.xml_arguments import TAG_KEY, TREE_KEY, TYPED_KEY, TagRules, argument_schema
 
 

@@ -15,18 +15,19 @@ from gateway_svc.parsing.argument_kinds import TEXT, Kinds, kinds_of, resolved
 from gateway_svc.requests.tools import Tool
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal, text_without
 
-TAG_KEY = re.compile(r"[^\s<>\"]{1,128}")
+TAG_KEY = re.compile(r"[^\s<>\"](?:[^\n<>\"]{0,126}[^\s<>\"])?")
 TREE_KEY = re.compile(r"[^\s<>/\"]{1,128}")
 TYPED_KEY = re.compile(r"[^\s<>\"{}\[\],:]{1,128}")
 """Names of arguments, as tags, elements and typed values can have them."""
-_NOTES = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "$comment", "format", "$schema", "$id")
+NOTES = frozenset(
+    "title description default examples deprecated $comment format $schema $id contentEncoding contentMediaType "
+    "readOnly writeOnly".split()
 )
 """Keys of a schema that allow all."""
 _OF_STRINGS = frozenset(("minLength", "maxLength", "pattern"))
 _OF_OTHERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "minItems",
               "maxItems", "uniqueItems", "properties", "required", "additionalProperties"))  # fmt: skip
-_NOT_REGULAR = re.compile(r"\\[bB1-9kpPuUcx]|\(\?(?!:)|(?<!\\)(?:\\\\)*[$^](?!\])")
+_NOT_REGULAR = re.compile(r"\\[bB1-9kuUcx]|\(\?(?!:)|(?<![\\\[])(?:\\\\)*[$^](?!\])")
 """What an expression has that llguidance's may not have within it."""
 _SHARED = ("$defs", "definitions")
 _WHOLE = "cadenza-whole"
@@ -91,7 +92,7 @@ class TagRules:
         strings, others = self._split(schema, root)
         written = [f"{self._key_close(kind)} {rule}" for kind, rule in others]
         rules = []
-        if strings is not None and isinstance(values := _values(strings), list):
+        if strings is not None and isinstance(values := values_of(strings), list):
             written += [
                 f"{self._key_close('string')} {self._exactly(each)}" for each in values if isinstance(each, str)
             ]
@@ -119,7 +120,7 @@ class TagRules:
         kinds = kinds_of(schema, root)
         if kinds and "string" not in kinds:
             return None, self._others(schema, root, kinds)
-        values = _values(schema)
+        values = values_of(schema)
         if values is not None:
             rest = [each for each in values if not isinstance(each, str)]
             return {"enum": values}, self._others({"enum": rest}, root, kinds - TEXT) if rest else []
@@ -136,9 +137,9 @@ class TagRules:
         if len(strings) > 1 and not all(
             _is_of_strings(each, TEXT) and not string_expressions(each) for each in strings
         ):
-            if not all(isinstance(_values(each), list) for each in strings):
+            if not all(isinstance(values_of(each), list) for each in strings):
                 raise ValueError("has a schema that bare text cannot keep to")
-            found = {"enum": [value for each in strings for value in _values(each) or ()]}
+            found = {"enum": [value for each in strings for value in values_of(each) or ()]}
         inner, more = self._split(found, root) if len(strings) == 1 else (found, [])
         return inner, [*more, *(self._others({name: others}, root, kinds - TEXT) if others else [])]
 
@@ -182,14 +183,15 @@ def constraining_keys(schema: Mapping[str, Any]) -> set[str]:
     return {key for key in schema if not key.startswith("x-")}
 
 
-def _values(schema: Mapping[str, Any]) -> list[Any] | None:
+def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values that a schema lists; None: it lists none."""
     found = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return found if isinstance(found, list) else None
 
 
 def _is_of_strings(schema: Any, kinds: Kinds) -> bool:
     """Whether all that a schema says of strings can be kept to."""
-    known = _NOTES | _OF_STRINGS | {"type"} | (_OF_OTHERS if kinds - TEXT else set())
+    known = NOTES | _OF_STRINGS | {"type"} | (_OF_OTHERS if kinds - TEXT else set())
     return schema is True or not constraining_keys(schema) - known
 
 

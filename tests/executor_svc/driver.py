@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
-from executor_svc.batch.slot_states import StepStates, check_folded
+from executor_svc.batch.slot_states import check_folded
+from executor_svc.batch.step_states import StepStates
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.adapters import NO_PLACE

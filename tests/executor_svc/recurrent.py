@@ -6,21 +6,12 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from executor_svc.device.states import (
-    ConvState,
-    DeltaState,
-    LayerState,
-    MambaState,
-    StateMemory,
-    StateOperations,
-    StatePlan,
-    folded_after,
-)
+from executor_svc.device.states import StateMemory, StateOperations, StatePlan, folded_after
+from executor_svc.plan.state_sizes import ConvState, DeltaState, LayerState, MambaState
 
 
 class StatePages:
@@ -244,9 +235,9 @@ def whole(kernels: StateOperations, layer: Layer, tail: int = 1) -> Tensor:
     return torch.stack([play.result(index) for index in range(len(layer.inputs))])
 
 
-def play_cut(play: Play, seed: int, until: int | None = None, most: int = 9) -> None:
+def play_cut(play: Play, seed: int, most: int = 9) -> None:
     """Run all sequences to the end in steps cut at random, with rows that are rejected or computed again."""
-    chance, length = random.Random(seed), until or play.layer.inputs.shape[1]
+    chance, length = random.Random(seed), play.layer.inputs.shape[1]
     while any(each.context < length for each in play.running):
         pieces = []
         for index, each in enumerate(play.running):
@@ -254,15 +245,9 @@ def play_cut(play: Play, seed: int, until: int | None = None, most: int = 9) -> 
             if not left or chance.random() < 0.2:
                 continue
             kept = min(left, chance.choice((1, 1, 2, chance.randint(1, most))))
-            again = chance.randint(0, play.tail - 1)  # rows that are there for nothing
+            again = chance.randint(0, play.tail)  # rows that are there for nothing
             kept = kept if chance.random() < 0.9 or kept + again > play.tail else 0
             pieces.append(Piece(index, kept + again or 1, kept))
         chance.shuffle(pieces)
         if pieces:
             play.step(pieces)
-
-
-def cut_at(play: Play, sequence: int, places: Sequence[int]) -> None:
-    """Run one sequence in steps that end at these positions."""
-    for start, end in pairwise([play.running[sequence].context, *places]):
-        play.step([Piece(sequence, end - start, end - start)])

@@ -5,7 +5,6 @@ Prompts are longer than the pieces that transformers computes prompts in.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,9 @@ from tests.helpers.models.golden import (
     transformers_model,
 )
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
+from tests.helpers.models.qwen_mtp import make_qwen_mtp
 from tests.helpers.models.stacked_experts import by_expert, stack_again
+from tests.helpers.models.wrapped_text import wrap_text
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in RECURRENT},
@@ -90,6 +91,16 @@ async def test_through_both_services_with_a_draft_model(tmp_path: Path, family: 
         assert output.outputs[0].token_ids == transformers_greedy(reference, prompt, NEW_TOKENS).tokens
 
 
+@pytest.mark.slow
+async def test_through_both_services_with_a_head(tmp_path: Path) -> None:
+    """As above, with drafts of a head of multi-token prediction, of which most are rejected."""
+    folder = make_qwen_mtp(tmp_path, "qwen3_5_delta")
+    reference, prompts = transformers_model(folder), random_prompts(VOCABULARY, (*LENGTHS, 90))
+    outputs = await serve(folder, prompts, ignore_eos=True, speculative="mtp")
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == transformers_greedy(reference, prompt, NEW_TOKENS).tokens
+
+
 WRAPPED = [
     ("qwen3_5_delta", "qwen3_5", "Qwen3_5ForConditionalGeneration"),
     ("qwen3_5_moe_text", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
@@ -98,17 +109,11 @@ WRAPPED = [
 
 @pytest.mark.parametrize(("family", "outer", "name"), WRAPPED)
 def test_text_part_of_models_for_images(tmp_path: Path, family: str, outer: str, name: str) -> None:
-    folder, wrapped = make_checkpoint(tmp_path / "text", family), tmp_path / "wrapped"
-    wrapped.mkdir()
-    tensors = load_file(folder / "model.safetensors")
-    renamed = {key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()}
-    renamed["model.visual.blocks.0.norm1.weight"] = torch.ones(3)
-    renamed["mtp.layers.0.input_layernorm.weight"] = torch.ones(3)
-    save_file(renamed, wrapped / "model.safetensors", metadata={"format": "pt"})
-    text = json.loads((folder / "config.json").read_text())
-    tied = {"tie_word_embeddings": text.pop("tie_word_embeddings")}
-    content = {"architectures": [name], "model_type": outer, "text_config": text, "vision_config": {}, **tied}
-    (wrapped / "config.json").write_text(json.dumps(content))
+    folder = make_checkpoint(tmp_path / "text", family)
+    more = {"mtp.layers.0.input_layernorm.weight": torch.ones(3)}
+    wrapped = wrap_text(folder, tmp_path / "wrapped", outer, name)
+    path = wrapped / "model.safetensors"
+    save_file(load_file(path) | more, path, metadata={"format": "pt"})
     check_greedy(wrapped, folder)
 
 

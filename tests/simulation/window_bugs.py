@@ -31,7 +31,7 @@ WINDOW_BUGS = (
     SeededBug(
         "a window comes back from the host in part (LMCache 4247)",
         "scheduler_svc.core.memory.paged_tiers", "PagedTiers.swap_in",
-        "self._keep(block_id, _windows_of(self.host, host_block_id))", "self._kept[block_id] = []",
+        "self._keep(block_id, self._windows_of(self.host, host_block_id))", "self._kept[block_id] = []",
     ),
     SeededBug(
         "a block moves to the host without the content of its windows",

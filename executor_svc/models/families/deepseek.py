@@ -82,8 +82,8 @@ def read_deepseek_v2(config: dict[str, Any]) -> DecoderSpec:
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.error("topk_method", f"{brief(method)} is not supported; supported: greedy, group_limited_greedy")
     _check_scores(fields, "softmax")
-    plain = config if method != "greedy" else {**config, "n_group": None, "topk_group": None}
-    router = read_router(Fields(plain), weighing="scores", two_best=False, factor=_factor(fields, 1.0), rounded=False)
+    rules: dict[str, Any] = {"grouped": method != "greedy", "two_best": False, "factor": _factor(fields, 1.0)}
+    router = read_router(fields, weighing="scores", rounded=False, **rules)
     size = fields.integer("moe_intermediate_size")
     shared = size * count_from_0(fields, "n_shared_experts", 2)
     return _sparse(spec, fields, ExpertsSpec(router, size, router_in_float32=True, shared_size=shared))
@@ -124,6 +124,7 @@ def read_mistral4(config: dict[str, Any]) -> DecoderSpec:
     spec = read_latents(_with_own_share(config, fields), 1_048_576, scaling_rope)
     router = read_router(
         fields,
+        grouped=True,
         rounded_scores=True,
         weighing="shares" if fields.flag("norm_topk_prob", True) else "scores",
         epsilon=1e-20,
@@ -168,6 +169,7 @@ def read_latents(config: dict[str, Any], positions: int, rope: RopeReader, eps: 
     if latent.rope_size % 2:
         raise fields.error("qk_rope_head_dim", f"{latent.rope_size} is odd; rotary embedding needs an even one")
     heads = fields.integer("num_attention_heads")
+    fields.integer("num_key_value_heads", heads)  # checked alone: all heads read the latent
     dense = {**without_experts(config), "head_dim": latent.rope_size, "num_key_value_heads": heads}
     spec = read_common(dense, max_positions=positions, eps=eps, read_rotary=rope)
     bias = fields.flag("attention_bias", False)

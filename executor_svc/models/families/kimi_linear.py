@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.device.states import DeltaState
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import uniform_rope
 from executor_svc.models.families.deepseek import read_latents
@@ -28,6 +27,7 @@ from executor_svc.models.families.recurrent import (
 )
 from executor_svc.models.recurrent_spec import DeltaNames, GatedDeltaSpec
 from executor_svc.models.spec import DecoderSpec
+from executor_svc.plan.state_sizes import DeltaState
 
 _FIELDS = {
     "max_position_embeddings": "model_max_length",

@@ -11,10 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config_fields import Fields
-from executor_svc.models.families.common import MAX_LAYERS, read_common, uniform_rope
+from executor_svc.models.families.common import (
+    MAX_LAYERS,
+    optional_window,
+    read_common,
+    uniform_rope,
+    with_windows,
+)
 from executor_svc.models.families.ernie import read_ernie_attention
 from executor_svc.models.families.exaone import read_exaone4
 from executor_svc.models.families.experts import (
+    alike_in_layers,
+    by_layer,
     count_from_0,
     read_router,
     sigmoid_experts,
@@ -47,6 +55,8 @@ _HUNYUAN = ExpertNames(
     shared_into=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
     shared_down="mlp.shared_mlp.down_proj",
 )
+_HUNYUAN_LISTS = "num_experts", "moe_intermediate_size", "num_shared_expert"
+"""Fields that are lists with a number for each layer in the files of A13B, as `moe_topk` is."""
 
 
 def read_qwen2_moe(config: dict[str, Any]) -> DecoderSpec:
@@ -60,7 +70,10 @@ def read_qwen2_moe(config: dict[str, Any]) -> DecoderSpec:
 def read_qwen3_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
-    return _qwen(read_qwen3(without_experts(config)), fields, _qwen_experts(fields, 768))
+    spec = read_qwen3({**without_experts(config), "use_sliding_window": None, "layer_types": None})
+    if fields.flag("use_sliding_window", False):  # of all layers, where dense models have it in the last ones
+        spec = with_windows(spec, [optional_window(fields, 4096)] * spec.num_layers)
+    return _qwen(spec, fields, _qwen_experts(fields, 768))
 
 
 def _qwen(spec: DecoderSpec, fields: Fields, experts: ExpertsSpec) -> DecoderSpec:
@@ -136,7 +149,10 @@ def read_ernie_moe(config: dict[str, Any]) -> DecoderSpec:
         ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_row=True),
         router_in_float32=True,
         shared_size=size * count_from_0(fields, "moe_num_shared_experts", 2),
+        shared_biased=spec.mlp_bias,
     )
+    # Ignored: a head of multi-token prediction.
+    spec = replace(spec, head_bias=spec.mlp_bias, ignored=("model.mtp_",))
     return with_experts(spec, experts, lambda layer: not first <= layer < end or bool((layer + 1) % interval))
 
 
@@ -162,12 +178,18 @@ def _granite(spec: DecoderSpec, fields: Fields) -> DecoderSpec:
 
 def read_hunyuan_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
-    fields, spec = Fields(config), read_hunyuan(without_experts(config))
-    size = fields.integer("moe_intermediate_size", spec.intermediate_size)
+    spec = read_hunyuan(without_experts(config))
+    fields = alike_in_layers(config, _HUNYUAN_LISTS, spec.num_layers)
+    routers = [read_router(each, rounded=False) for each in by_layer(fields, "moe_topk", spec.num_layers)]
     experts = ExpertsSpec(
-        read_router(fields, rounded=False), size, _HUNYUAN, router_in_float32=True, shared_size=spec.intermediate_size
+        routers[0],
+        fields.integer("moe_intermediate_size", spec.intermediate_size),
+        _HUNYUAN,
+        router_in_float32=True,
+        shared_size=spec.intermediate_size * fields.integer("num_shared_expert", 1),
     )
-    return with_experts(spec, experts)
+    pairs = zip(spec.layers, routers, strict=True)
+    return replace(spec, layers=tuple(replace(layer, experts=replace(experts, router=own)) for layer, own in pairs))
 
 
 def read_minimax_m2(config: dict[str, Any]) -> DecoderSpec:

@@ -84,6 +84,7 @@ def _read(config: dict[str, Any], names: DeltaNames) -> DecoderSpec:
         head_norms="heads",
         norm_weight_offset=1.0,
         attention_gate=True,
+        num_mtp_layers=more,
         ignored=("mtp.", *(f"model.layers.{spec.num_layers + layer}." for layer in range(more))),
     )
     if RECURRENT not in kinds:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from executor_svc.device.kernels import Linear
-from executor_svc.device.states import DeltaState, GatedNormKind, StateKernels, StateMemory, StatePlan
+from executor_svc.device.states import GatedNormKind, StateKernels, StateMemory, StatePlan
+from executor_svc.plan.state_sizes import DeltaState
 
 
 @dataclass(frozen=True, slots=True)

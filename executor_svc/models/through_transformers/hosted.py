@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
-from executor_svc.device.states import LayerState, StateMemory, StatePlan
+from executor_svc.device.states import StateMemory, StatePlan
 from executor_svc.models.through_transformers.attention import PagedAttention, attending
 from executor_svc.models.through_transformers.probe import LayerAttention, ProbeResult
 from executor_svc.plan.description import LayerHeads
+from executor_svc.plan.state_sizes import LayerState
 
 
 class HostedModel:

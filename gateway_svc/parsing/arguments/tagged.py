@@ -7,6 +7,7 @@ is its text, unless the value is never closed: then it ended there.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 
 from cadenza_common.call_formats.syntax import Tags
@@ -18,6 +19,7 @@ ArgumentKinds = Mapping[str, Mapping[str, Kinds]]
 """By the name of a tool and that of its argument."""
 _ANY: Kinds = frozenset(("integer", "number", "boolean", "null", "array", "object"))
 _VALUE = "value="
+_OF_TYPE = re.compile(r' \w+="\{type\}"')
 
 
 class TagSyntax:
@@ -27,13 +29,16 @@ class TagSyntax:
         """outer: what may stand behind the last argument, in place of its own end."""
         self.codes = codes
         self.types = tags.types
-        self.open, self.key_close = codes.literal(tags.key_open), codes.literal(tags.key_close.rstrip())
+        key_close = tags.key_close.rstrip()
+        self.open = codes.literal(tags.key_open)
+        self.key_closes = [codes.literal(text) for text in dict.fromkeys((key_close, _OF_TYPE.sub("", key_close)))]
+        """With the type of the value, and without."""
         self.close = codes.literal(tags.value_close.lstrip())
         self.end = codes.literal(tags.end) if tags.end else None
         self.is_padded = tags.is_padded
         self.quotes = tags.quotes
         self.quoted_close = codes.literal(tags.quotes[1] + tags.value_close)
-        own = self.open.codes | self.key_close.codes | self.close.codes
+        own = self.open.codes | self.key_closes[0].codes | self.close.codes
         self.stops = {code for text in outer for code in codes.literal(text).codes} - own
 
     def stop(self, text: str, start: int = 0) -> int:
@@ -93,15 +98,17 @@ class TagArguments:
         if end < 0:
             return start
         holes: dict[str, str] = {}
-        close, close_end = syntax.key_close.find(text, end)
+        close, close_end, key_close = min(
+            ((*each.find(text, end), each) for each in syntax.key_closes), key=lambda found: found[0]
+        )
         if stop < min(close, len(text)):
             self.is_done = True
             parts.append("}")
             return stop
         if close_end < 0:
             return start
-        syntax.key_close.match(text, close, holes)
-        key = syntax.codes.written(text[end:close])
+        key_close.match(text, close, holes)
+        key = syntax.codes.written(text[end:close]).strip()
         parts.append(f"{', ' if self._num_arguments else ''}{json_string(key)}: ")
         self._num_arguments += 1
         self._value = _Value(self._kind(key, holes), syntax)

@@ -83,14 +83,22 @@ class TreeArguments:
         (whole,) = stack
         if whole.text.strip():
             raise ValueError("text stands between arguments")
-        return dict(whole.children)
+        return _named(whole.children)
 
     def _value(self, element: _Element) -> Any:
         kinds = self._kinds.get(element.path, frozenset())
         if element.children:
-            is_list = all(name == ITEM for name, _ in element.children) and "object" not in kinds
-            return [value for _, value in element.children] if is_list else dict(element.children)
+            is_list = all(name == ITEM for name, _ in element.children) and ("object" not in kinds or "array" in kinds)
+            return [value for _, value in element.children] if is_list else _named(element.children)
         return _of_text(self._codes.written(element.text), kinds)
+
+
+def _named(children: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Elements by their names; raises ValueError for two with one name, of which one would be lost."""
+    found = dict(children)
+    if len(found) < len(children):
+        raise ValueError("two arguments have one name")
+    return found
 
 
 def _of_text(text: str, kinds: Kinds) -> Any:

@@ -21,6 +21,8 @@ class HitRule:
         self._tiers = tiers
         self._num_read = sizes.extra_reads
         self._order = range(len(self._num_read))
+        self._snapshots = len(self._num_read) - 1 if sizes.state_pages else -1
+        """Their number among the groups; -1: there are none."""
         if sizes.state_pages:
             # Snapshots are rare: where none is, no window needs to be looked at.
             self._order = self._order[::-1]
@@ -38,7 +40,10 @@ class HitRule:
         while end and rank < len(lowest):
             number = self._order[rank]
             first = max(0, end - self._num_read[number])
-            missing = self._last_missing(number, places, first, min(lowest[number], end))
+            if number == self._snapshots:
+                missing = self._last_snapshot(places, end)
+            else:
+                missing = self._last_missing(number, places, first, min(lowest[number], end))
             if missing is None:
                 lowest[number] = min(lowest[number], first)
                 rank += 1
@@ -46,6 +51,15 @@ class HitRule:
                 end = lowest[number] = missing
                 rank = 0
         return end
+
+    def _last_snapshot(self, places: Ids[int], stop: int) -> int | None:
+        """The greatest number of these blocks, below `stop`, of which the last has a snapshot; None: `stop` itself."""
+        on_device, on_host = self._tiers.device.windows[-1], self._tiers.host.windows[-1]
+        for index in range(stop - 1, -1, -1):
+            place = places[index]
+            if place in on_device if place >= 0 else host_place(place) in on_host:
+                return None if index == stop - 1 else index + 1
+        return 0
 
     def _last_missing(self, number: int, places: Ids[int], first: int, stop: int) -> int | None:
         """The last block in this range that lacks pages of a window group."""

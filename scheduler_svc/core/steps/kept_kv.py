@@ -125,9 +125,7 @@ def _file_due_beams(lane: Lane, changed: set[Sequence]) -> None:
                 lane.prefilling.discard(beam)
 
 
-def _give_up_uncertain(
-    requests: RequestTable, lane: Lane, joined: set[Sequence], changed: set[Sequence]
-) -> None:
+def _give_up_uncertain(requests: RequestTable, lane: Lane, joined: set[Sequence], changed: set[Sequence]) -> None:
     """Requeue the running sequences that cannot go on from here; the last holder of shared blocks keeps them.
 
     changed: those whose states are uncertain.

@@ -10,8 +10,10 @@ import pytest
 
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import StateSaves, StepPlan
-from executor_svc.batch.slot_states import StepStates, check_folded
+from executor_svc.batch.slot_digest import digest_of
+from executor_svc.batch.slot_states import check_folded
 from executor_svc.batch.slots import Slots
+from executor_svc.batch.step_states import StepStates, step_states
 from executor_svc.plan.limits import Limits
 from tests.helpers.executor.plans import columns, ints, plan, run, scheduled, sequence
 from tests.helpers.scheduler.fake_executor import LIMITS
@@ -36,7 +38,8 @@ def saves(*each: tuple[int, int], page: int = 40) -> StepPlan:
 
 def step_of(slots: Slots, counts: int, folded: int) -> StepStates:
     rows = ints(0)
-    return slots.states.of_step(rows, slots.num_computed_tokens[rows], ints(counts), ints(folded))
+    context, tail = slots.num_computed_tokens[rows], slots.limits.state_tail
+    return step_states(slots.states, rows, context, ints(counts), ints(folded), tail)
 
 
 def test_a_step_has_the_pages_of_its_slots_and_where_their_states_come_to_stand() -> None:
@@ -99,7 +102,7 @@ def test_the_digest_and_the_writes_are_over_pages_of_states_and_what_is_armed() 
         slots = Slots(STATES, compared=True)
         slots.apply(plan(admitted=(sequence(0, [1] * 9, [0, 1], state_pages=pages),)))
         slots.apply(saves((0, at), page=first))
-        return slots.digest(), slots.writes.digest()
+        return digest_of(slots), slots.writes.digest()
 
     own = digests(PAGES, 8, 40)
     assert own == digests(PAGES, 8, 40)

@@ -13,9 +13,9 @@ from executor_svc.device.kv_cache import DraftLayers, KVCache, layout_of, model_
 from executor_svc.device.kv_layout import MAX_STRIPS, KVLayout, LayerKV
 from executor_svc.device.pool_sizes import chosen_pages, least_of
 from executor_svc.device.state_layout import HEADER_BYTES, StateLayout
-from executor_svc.device.states import ConvState, DeltaState, LayerState
 from executor_svc.plan.description import LayerHeads, ModelGeometry
 from executor_svc.plan.limits import GroupShape
+from executor_svc.plan.state_sizes import ConvState, DeltaState, LayerState
 
 BF16 = torch.bfloat16
 LFM2 = LayerState(ConvState(2048, 3))

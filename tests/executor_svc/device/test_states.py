@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional
 
 from executor_svc.device.state_reference import ReferenceStates
-from executor_svc.device.states import ConvState, DeltaState, HeadUnit, LayerState, MambaState, folded_after
+from executor_svc.device.states import folded_after
+from executor_svc.plan.state_sizes import ConvState, DeltaState, HeadUnit, LayerState, MambaState
 from tests.executor_svc.cpu.kernels.bits import equal_bits
-from tests.executor_svc.recurrent import ConvLayer, DeltaLayer, Layer, MambaLayer, Play, play_cut, whole
+from tests.executor_svc.recurrent import ConvLayer, DeltaLayer, Layer, MambaLayer, Piece, Play, play_cut, whole
 
 F32, BF16 = torch.float32, torch.bfloat16
 REFERENCE = ReferenceStates()
@@ -80,8 +81,10 @@ def test_a_saved_state_continues_with_equal_bits(tail: int) -> None:
 
 def test_armed_saves_of_a_later_step_are_not_written_before() -> None:
     play = Play(REFERENCE, layers(F32)[2], 1, [(0, 16)])
-    play_cut(play, 0, until=16)  # row 15 lies in the tail
+    play.step([Piece(0, 16, 16)])  # row 15 lies in the tail
     assert not play.running[0].saved
+    play.step([Piece(0, 1, 1)])
+    assert [*play.running[0].saved] == [16]
 
 
 def test_the_convolution_is_that_of_pytorch() -> None:

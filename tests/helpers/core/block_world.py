@@ -29,6 +29,7 @@ GROUPS = [
     (replace(FULL, pages_per_block=2), LARGE, replace(SMALL, index=2)),
     (replace(FULL, pages_per_block=3),),
     (KVGroup(0, 4, 2),),
+    (KVGroup(0, 1),),
 ]
 """The KV groups of executors; none: a block is a page."""
 

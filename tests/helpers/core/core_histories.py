@@ -38,7 +38,7 @@ _BATCHINGS: st.SearchStrategy[BatchingPolicy] = st.one_of(
 @st.composite
 def kv_groups(draw: st.DrawFn) -> tuple[KVGroup, ...]:
     """None, as most have; a full group, one with a window, or both, with 1 to 3 pages a block."""
-    pages, window = st.integers(1, 3), st.sampled_from([8, 2, 5, 17])
+    pages, window = st.integers(1, 3), st.sampled_from([8, 2, 5, 17, 1])
     kinds = draw(st.sampled_from(["", "", "full", "both", "both", "window", "two windows"]))
     groups = []
     if kinds in ("full", "both", "two windows"):

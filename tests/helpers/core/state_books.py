@@ -15,7 +15,7 @@ _EVERY = 3
 
 
 class StateBooks:
-    """What executors do with states. A page holds a part of a state: all tokens before its position, with their scope."""
+    """What executors do with states. A page holds a part of a state: all tokens before it, with their scope."""
 
     blocks: BlockManager
     size: int

@@ -43,7 +43,8 @@ class Stepper:
     ) -> None:
         """drafts: makes the source of drafts. draft: makes them on a GPU. adapters and grammars: of the model.
         kv_groups: layers with windows are in groups of their own; plans are written as for one group. more_states:
-        beside one for each slot, of a model with recurrent states. limits_of_test: fields of Limits in place of the usual ones.
+        beside one for each slot, of a model with recurrent states. limits_of_test: fields of Limits in place of the
+        usual ones.
         """
         options = {
             **model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT,

@@ -26,7 +26,7 @@ LINEARS = tuple(
     f"{end}.weight"
     for end in (
         *("proj", "_with_mqa", "_linear", "query_key_value", "dense", "_h_to_4h", "_4h_to_h"),
-        *("_proj_qkv", "_proj_z", "_proj_qkvz", "_proj_ba", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+        *("_proj_qkv", "_proj_z", "_proj_qkvz", "_proj_ba", ".w1", ".w2", ".w3"),
     )
 )
 

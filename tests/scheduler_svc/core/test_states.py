@@ -20,6 +20,8 @@ from tests.helpers.core.known import VOCAB_SIZE
 
 FULL, WINDOW = KVGroup(0), KVGroup(1, 16, 3)
 GROUPS = {"full": (FULL,), "full and window": (FULL, WINDOW), "window": (KVGroup(0, 16),)}
+# A model without attention has a group that reads its own position alone.
+GROUPS["state alone"] = (KVGroup(0, 1),)
 KINDS = pytest.mark.parametrize("groups", GROUPS.values(), ids=list(GROUPS))
 
 
@@ -138,7 +140,7 @@ def test_samples_have_states_of_their_own(groups: Ids[KVGroup], depth: int, max_
 @pytest.mark.parametrize("num_host_blocks", [0, 300])
 @pytest.mark.parametrize("max_drafts", [0, 3])
 def test_preempted_requests_go_on_behind_a_state(groups: Ids[KVGroup], num_host_blocks: int, max_drafts: int) -> None:
-    num_blocks = {(FULL,): 70, (FULL, WINDOW): 150, (KVGroup(0, 16),): 60}[tuple(groups)]
+    num_blocks = {(FULL,): 70, (FULL, WINDOW): 150, (KVGroup(0, 16),): 60, (KVGroup(0, 1),): 30}[tuple(groups)]
     preemption = "swap" if num_host_blocks else "recompute"
     policies = Policies(PriorityOrder(), prefix_caching=True, preemption=preemption)
     limits = {"num_host_blocks": num_host_blocks, "max_drafts": max_drafts, "max_num_batched_tokens": 16}
@@ -245,14 +247,13 @@ def test_a_wrong_state_makes_wrong_tokens() -> None:
         bench.step()
         (sequence,) = bench.sequences("a")
         bench.executor.inner.pools.device_states[sequence.state_pages[page]] += 1
-        with pytest.raises((AssertionError, InvariantError)):
-            bench.run()
-            assert bench.tokens["a"] == bench.known("a")
+        bench.run()
+        assert bench.tokens["a"] != bench.known("a")
 
 
 def test_copies_take_no_page_that_is_needed() -> None:
     """In a pool that all that runs fills, none is made, and nobody is preempted for one."""
-    bench = stateful(2 * (16 + 3), max_num_seqs=2, max_num_batched_tokens=64)
+    bench = stateful(2 * (15 + 3) + 3, max_num_seqs=2, max_num_batched_tokens=128)
     for number in range(2):
         bench.add(f"r{number}", draw(60, number), 4)
     bench.run(2)
@@ -283,3 +284,31 @@ def test_a_flush_frees_all_states() -> None:
         pass
     assert len(pool_of(bench).unused_pages) == bench.spec.num_blocks
     assert hits(bench, "b", draw(60), 4) == 0
+
+
+def test_copies_that_a_lost_session_was_to_make_are_given_up() -> None:
+    """Their pages are free, also of a sequence that keeps its state and goes on."""
+    bench = stateful(max_num_batched_tokens=16, max_drafts=3)
+    bench.add("long", draw(21), 20)
+    for _ in range(2):
+        bench.plan()
+        bench.apply()
+    # With drafts the state of the prompt's end is saved a step later: the copy is armed.
+    assert len(pool_of(bench).states) == 2
+    bench.cut_session()
+    assert len(bench.lane.running) == len(pool_of(bench).states) == 1
+    bench.run()
+    assert bench.tokens["long"] == bench.known("long")
+
+
+def test_the_last_state_of_a_talk_goes_with_its_end() -> None:
+    """A talk's last state was saved long before its last block is idle. The blocks behind it go first."""
+    bench, text = stateful(44), draw(60)
+    bench.add("talk", text, 40)
+    for _ in range(9):
+        bench.step()
+    bench.add("short", draw(5), 1)
+    bench.run()
+    # 25 blocks and a state of 3 pages are idle; others need 15 blocks and a state.
+    fill(bench, 1)
+    assert hits(bench, "on", (*text, *draw(5, 1)), 2) == 56

@@ -31,7 +31,7 @@ from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emit
 from executor_svc.cpu.kernels.codegen.functions import where
 from executor_svc.cpu.kernels.states.plan import SequenceStep, UnitPlaces
 from executor_svc.cpu.kernels.states.terms import TermLayout
-from executor_svc.device.states import HeadUnit
+from executor_svc.plan.state_sizes import HeadUnit
 
 _FLOAT = 4
 _VECTOR = LANES * _FLOAT

@@ -14,7 +14,7 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
 from executor_svc.cpu.kernels.codegen.functions import where
 from executor_svc.cpu.kernels.states.plan import SequenceStep, UnitPlaces
-from executor_svc.device.states import ConvState
+from executor_svc.plan.state_sizes import ConvState
 
 CHANNELS = 128
 """Channels of an item."""

@@ -8,7 +8,7 @@ from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, In
 from executor_svc.cpu.kernels.codegen.functions import exp, softplus
 from executor_svc.cpu.kernels.norm import sum_of_squares
 from executor_svc.cpu.kernels.states.terms import TermLayout
-from executor_svc.device.states import DeltaState
+from executor_svc.plan.state_sizes import DeltaState
 
 _FLOAT = 4
 _L2_EPS = 1e-6

@@ -19,16 +19,9 @@ from executor_svc.cpu.kernels.states.recurrence import HeadKernel, recurrence
 from executor_svc.cpu.kernels.states.terms import SCALARS, TermLayout
 from executor_svc.cpu.kernels.tensors import addresses as _addresses
 from executor_svc.cpu.kernels.tensors import dtype_of as _dtype
-from executor_svc.device.states import (
-    ConvState,
-    DeltaState,
-    GatedNormKind,
-    MambaState,
-    Recurrence,
-    StateMemory,
-    StatePlan,
-)
+from executor_svc.device.states import GatedNormKind, StateMemory, StatePlan
 from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.state_sizes import ConvState, DeltaState, MambaState, Recurrence
 
 
 class CpuStateKernels(CpuLatentKernels):

@@ -8,7 +8,7 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec, pieces
 from executor_svc.cpu.kernels.codegen.functions import exp, softplus, where
 from executor_svc.cpu.kernels.states.terms import TermLayout
-from executor_svc.device.states import MambaState
+from executor_svc.plan.state_sizes import MambaState
 
 _FLOAT = 4
 

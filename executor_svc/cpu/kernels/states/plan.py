@@ -50,7 +50,7 @@ class CpuStatePlan:
         kept = tuple(each.contiguous() for each in (state_tables, save_positions, save_tables))
         saves, records = save_starts.numpy(), self._records[: len(order)]
         records[:, 0], records[:, 1], records[:, 2] = starts[order], rows[order], contexts[order]
-        records[:, 3] = np.where(contexts[order] > 0, folded.numpy()[order], 0)
+        records[:, 3] = folded.numpy()[order]
         records[:, 4] = kept[0].data_ptr() + order * (4 * self._pages)
         records[:, 5], records[:, 6] = saves[order], saves[order + 1]
         records[:, 7] = np.maximum(rows[order] - self.tail, 0)

@@ -10,7 +10,7 @@ from executor_svc.cpu.kernels.codegen.tiles import scratch
 from executor_svc.cpu.kernels.states.columns import ColumnPasses, HeadPart, PartSizes
 from executor_svc.cpu.kernels.states.plan import SequenceStep, UnitPlaces
 from executor_svc.cpu.kernels.states.terms import TermLayout
-from executor_svc.device.states import Recurrence
+from executor_svc.plan.state_sizes import Recurrence
 
 _FLOAT = 4
 _VECTOR = LANES * _FLOAT

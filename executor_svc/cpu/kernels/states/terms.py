@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from executor_svc.cpu.kernels.codegen.emit import LANES, Int, Vec
-from executor_svc.device.states import DeltaState, HeadUnit, MambaState, Recurrence
+from executor_svc.plan.state_sizes import DeltaState, HeadUnit, MambaState, Recurrence
 
 SCALARS = 4
 """Numbers of a row and a head, of which the last has no meaning."""

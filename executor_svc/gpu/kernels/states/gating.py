@@ -1,4 +1,4 @@
-"""Norms of groups of columns with a gate, behind recurrences, and products of rows. Rounded where transformers rounds."""
+"""Norms of groups of columns with a gate, behind recurrences, and products of rows, rounded as in transformers."""
 
 from __future__ import annotations
 

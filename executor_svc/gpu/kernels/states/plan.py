@@ -22,9 +22,7 @@ class GpuStatePlan:
     `begin` and `end`, which read and write the headers.
     """
 
-    def __init__(
-        self, pages_per_state: int, tail: int, max_tokens: int, max_seqs: int, device: torch.device
-    ) -> None:
+    def __init__(self, pages_per_state: int, tail: int, max_tokens: int, max_seqs: int, device: torch.device) -> None:
         """Allocate memory for steps of at most these sizes."""
         self.name = f"states{next(_names)}"
         self.num_tiles = 0

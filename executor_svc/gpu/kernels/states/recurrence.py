@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from executor_svc.device.states import DeltaState, HeadUnit, MambaState, Recurrence
 from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows, variant
 from executor_svc.gpu.kernels.states.step import (
     LINE_BYTES,
@@ -28,6 +27,7 @@ from executor_svc.gpu.kernels.states.step import (
     sequence_of,
 )
 from executor_svc.gpu.kernels.variant import Variant
+from executor_svc.plan.state_sizes import DeltaState, HeadUnit, MambaState, Recurrence
 
 LARGEST_KEY = 256
 """Numbers of a key that a program can have in registers."""

@@ -33,4 +33,6 @@ class SaveTensors:
         sizes = [padded(max_seqs + 1), padded(max_saves), padded(max_saves * pages_per_state)]
         starts, positions, tables = words.split(sizes)
         shape = max_saves, pages_per_state
-        return cls(words, starts[: max_seqs + 1], positions[:max_saves], tables[: max_saves * pages_per_state].view(shape))
+        return cls(
+            words, starts[: max_seqs + 1], positions[:max_saves], tables[: max_saves * pages_per_state].view(shape)
+        )

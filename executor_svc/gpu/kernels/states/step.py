@@ -124,7 +124,7 @@ def _end_states(
     TAIL: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
-    start, rows, context = sequence_of(sequence, starts, lens)
+    _start, rows, context = sequence_of(sequence, starts, lens)
     if rows > 0:
         after = context + tl.maximum(rows - TAIL, 0)
         slot = tl.load(slots + sequence).to(tl.int64)
@@ -194,7 +194,12 @@ def _end_variant(tail: int) -> Variant:
 
 
 def _variant(
-    name: str, kernel: object, pointers: tuple[str, ...], integers: tuple[str, ...], constants: dict[str, int], warps: int
+    name: str,
+    kernel: object,
+    pointers: tuple[str, ...],
+    integers: tuple[str, ...],
+    constants: dict[str, int],
+    warps: int,
 ) -> Variant:
     kinds = dict.fromkeys(pointers, "*i32") | dict.fromkeys(integers, "i32") | dict.fromkeys(constants, "constexpr")
     return Variant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,7 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     known.append(wanted[2])
     shared = [*moved[:7], 100, *stepper.blocks(3)[:1]]
     fork = sequence(3, known, shared, len(known) - 1, prompt=len(PROMPT), state_pages=stepper.state(3))
-    copies = BlockMoves(
-        stepper.pages([moved[7]]) + stepper.state(8), stepper.pages([100]) + stepper.state(3)
-    )
+    copies = BlockMoves(stepper.pages([moved[7]]) + stepper.state(8), stepper.pages([100]) + stepper.state(3))
     steps.append(stepper.step(copies=copies, admitted=(fork,), decode_ready=True))
     steps.append(stepper.step(decode_ready=True))
     found = [sorted(step.token_ids.tolist()) for step in steps]
@@ -76,7 +75,7 @@ def test_saves_inside_chunks_and_decodes_are_named_and_go_on(tmp_path: Path) -> 
     stepper = Stepper(Model(folder, device="cuda"), more_states=3)
     first = sequence(0, PROMPT, stepper.blocks(0)[:9], state_pages=stepper.state(0))
     positions = {16: stepper.state(8), 40: stepper.state(9), 64: stepper.state(10)}
-    saves = StateSaves([0, 0, 0], list(positions), sum(positions.values(), []))
+    saves = StateSaves([0, 0, 0], list(positions), [*chain.from_iterable(positions.values())])
     results = [
         stepper.step(admitted=(first,), state_saves=saves, scheduled=scheduled((0, 41, False))),
         stepper.step(scheduled=scheduled((0, 19, True))),
@@ -151,7 +150,7 @@ def decoded(stepper: Stepper, max_drafts: int) -> list[StepResult]:
         0, PROMPT[:30], stepper.blocks(0)[:12], max_drafts=max_drafts, max_len=90 if max_drafts else 0,
         sampling=FEW_TOKENS, state_pages=stepper.state(0),
     )  # fmt: skip
-    saves = StateSaves([0] * 4, POSITIONS, sum(map(stepper.state, SAVED_AT), []))
+    saves = StateSaves([0] * 4, POSITIONS, [*chain.from_iterable(map(stepper.state, SAVED_AT))])
     pending = deque([stepper.launch(admitted=(first,), state_saves=saves, scheduled=scheduled((0, 30, True)))])
     results: list[StepResult] = []
     while len(tokens_of(results)) < 45:

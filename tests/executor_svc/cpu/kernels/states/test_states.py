@@ -10,7 +10,8 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.states.kernels import CpuStateKernels
 from executor_svc.device.state_reference import ReferenceStates
-from executor_svc.device.states import ConvState, DeltaState, GatedNormKind, MambaState, StateKernels
+from executor_svc.device.states import GatedNormKind, StateKernels
+from executor_svc.plan.state_sizes import ConvState, DeltaState, MambaState
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.processors import ISAS
 from tests.executor_svc.recurrent import ConvLayer, DeltaLayer, Layer, MambaLayer, Piece, Play, play_cut, whole
@@ -97,6 +98,18 @@ def test_a_saved_state_continues_with_equal_bits(name: str, tail: int) -> None:
         play_cut(play, position + 1)
         for index in range(2):
             assert equal_bits(play.result(index), expected[index, position:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_save_is_written_where_the_matrices_stand_already(name: str) -> None:
+    layer = layers(BF16)[name]
+    expected, play = whole(KERNELS, layer), Play(KERNELS, layer, 2)
+    play.step([Piece(0, 18, 18)])
+    play.running[0].saves[16] = play.pages.new_table()  # armed late: two rows lie in the tail
+    play.step([Piece(0, 1, 1)])
+    play.load(0, 16)
+    play.step([Piece(0, 24, 24)])
+    assert equal_bits(play.result(0), expected[0, 16:])
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from executor_svc.device.state_reference import ReferenceStates
-from executor_svc.device.states import ConvState, DeltaState, GatedNormKind, MambaState
+from executor_svc.device.states import GatedNormKind
 from executor_svc.gpu.states import GpuStateKernels
+from executor_svc.plan.state_sizes import ConvState, DeltaState, MambaState
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.gpu.kernels.attention.cases import ARCH
 from tests.executor_svc.recurrent import ConvLayer, DeltaLayer, Layer, MambaLayer, Play, cut_at, play_cut, whole
@@ -161,6 +162,6 @@ def test_arguments_that_do_not_fit_are_named(kernels: GpuStateKernels) -> None:
             kernels.gated_delta(*arguments, *where)
     with pytest.raises(ValueError, match="group must divide 16"):
         kernels.gated_norm(torch.zeros(2, 16), torch.zeros(2, 16), 0, torch.zeros(5), 1e-5, 5, "norm then silu")
+    large = MambaLayer(MambaState(1, 16, 512, 1), F32, length=2, num_seqs=1)
     with pytest.raises(ValueError, match="keys of 512 numbers"):
-        large = MambaLayer(MambaState(1, 16, 512, 1), F32, length=2, num_seqs=1)
         whole(kernels, large)

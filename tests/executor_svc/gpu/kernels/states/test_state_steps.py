@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.device.states import LayerState
 from executor_svc.gpu.kernels.slots.slots import NUM_NUMBERS, PROMPT_FAILED, SlotState, StepBuffers, StepSizes
 from executor_svc.gpu.kernels.states.plan import GpuStatePlan
 from executor_svc.gpu.kernels.states.saves import SaveTensors
 from executor_svc.gpu.states import GpuStateKernels
+from executor_svc.plan.state_sizes import LayerState
 from tests.executor_svc.gpu.kernels.attention.cases import ARCH
 from tests.executor_svc.gpu.kernels.states.test_state_operations import layers
 from tests.executor_svc.recurrent import DeltaLayer, StatePages

@@ -40,7 +40,13 @@ THOUGHTS: tuple[ThoughtSyntax, ...] = (
         content=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ),
     ThoughtSyntax(
-        "gemma4", "Gemma 4", "<|channel>thought", "<channel|>", repeats=True, wrappers=("<|channel>", "<channel|>"), parts=("<|channel>", "<channel|>")
+        "gemma4",
+        "Gemma 4",
+        "<|channel>thought",
+        "<channel|>",
+        repeats=True,
+        wrappers=("<|channel>", "<channel|>"),
+        parts=("<|channel>", "<channel|>"),
     ),
     ThoughtSyntax(
         "kimi_k3",

@@ -20,8 +20,8 @@ TREE_KEY = re.compile(r"[^\s<>/\"]{1,128}")
 TYPED_KEY = re.compile(r"[^\s<>\"{}\[\],:]{1,128}")
 """Names of arguments, as tags, elements and typed values can have them."""
 NOTES = frozenset(
-    "title description default examples deprecated $comment format $schema $id contentEncoding contentMediaType readOnly "
-    "writeOnly".split()
+    "title description default examples deprecated $comment format $schema $id contentEncoding contentMediaType "
+    "readOnly writeOnly".split()
 )
 """Keys of a schema that allow all."""
 _OF_STRINGS = frozenset(("minLength", "maxLength", "pattern"))

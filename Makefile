@@ -148,10 +148,11 @@ protos: $(VENV)/.installed-dev ## make the Python stubs and docs/api from the pr
 	@$(PY) protos/generate.py
 	@$(PY) protos/generate_docs.py
 
-docs: $(VENV)/.installed-dev ## make the pages again that are made from code: docs/options.md, docs/metrics.md, docs/scheduler.md, docs/openai.md, docs/api
+docs: $(VENV)/.installed-dev ## make the pages again that are made from code: docs/options.md, docs/metrics.md, docs/scheduler.md, docs/kv-cache.md, docs/openai.md, docs/api
 	@$(PY) docs/generate_options.py
 	@$(PY) docs/generate_metrics.py
 	@$(PY) docs/generate_scheduler.py
+	@$(PY) docs/generate_kv_cache.py
 	@$(PY) docs/generate_openai.py
 	@$(PY) protos/generate_docs.py
 

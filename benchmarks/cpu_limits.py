@@ -46,9 +46,9 @@ from benchmarks.serving.step_work import Chunk, DecoderWork, folder_work
 from benchmarks.serving.systems import Job, Run, measure_all, run_text
 
 if TYPE_CHECKING:  # torch and llvmlite come with these: only once the benchmark runs
+    from benchmarks.common.forward_step import LoadedRunner
     from benchmarks.serving.machine_limits import LimitMeter, Limits
     from benchmarks.serving.step_work import StoredWeights
-    from executor_svc.cpu.runner import ModelRunner
 
 NAME = "cpu_limits"
 FORWARD, SERVING = "forward", "serving"
@@ -165,7 +165,7 @@ def _forward(model: _Model, options: argparse.Namespace) -> Iterator[Row]:
             wait_quiet(options.quiet_wait_s)
             meter.around()
             with OtherLoad() as other:
-                taken = _step_s(loaded.runner, chunks, options.seconds)
+                taken = _step_s(loaded, chunks, options.seconds)
             limits = meter.around()
             limit_s, params["bound"] = limits.bound(model.work.step(chunks))
             repeats.append(
@@ -183,11 +183,12 @@ def _forward(model: _Model, options: argparse.Namespace) -> Iterator[Row]:
         yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=others)
 
 
-def _step_s(runner: ModelRunner, chunks: Sequence[Chunk], seconds: float) -> float:
+def _step_s(loaded: LoadedRunner, chunks: Sequence[Chunk], seconds: float) -> float:
     """The median seconds of a step, over so many seconds; raises BenchmarkError for a result that is not finite."""
     from benchmarks.common.forward_step import step_batch
 
-    batch = step_batch([(chunk.context, chunk.count) for chunk in chunks])
+    batch = step_batch([(chunk.context, chunk.count) for chunk in chunks], loaded.layout)
+    runner = loaded.runner
     if not bool(runner.forward(batch).isfinite().all()):
         raise BenchmarkError("hidden states are not finite")
     taken: list[float] = []

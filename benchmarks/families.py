@@ -69,16 +69,16 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="cadenza-families-") as place:
         runners = {name: _runner(Path(place, name), name, options) for name in names}
     for measure, (chunks, steps) in MEASURES.items():
-        batch = step_batch(chunks)
+        batches = {name: step_batch(chunks, each.layout) for name, each in runners.items()}
         for name, each in runners.items():
-            if not bool(each.runner.forward(batch).isfinite().all()):
+            if not bool(each.runner.forward(batches[name]).isfinite().all()):
                 raise BenchmarkError(f"{name}: logits are not finite")
         repeats, others = [], []
         for repeat in range(options.repeats):
             wait_quiet(options.quiet_wait_s)
             order = names[repeat % len(names) :] + names[: repeat % len(names)]
             with OtherLoad() as other:
-                taken = {name: _seconds(runners[name], batch, steps) for name in order}
+                taken = {name: _seconds(runners[name], batches[name], steps) for name in order}
             others.append(other.cores)
             ratios = {f"{name}_ratio": taken[name] / taken[LLAMA] for name in names[1:]}
             repeats.append({"llama_ms": 1e3 * taken[LLAMA], **ratios})

@@ -35,7 +35,7 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
     where = ("memory", "mapped")
     loaded = {each: make_runner(model, options.threads, more={"expert_weights": each}) for each in where}
     for measure, chunks in MEASURES.items():
-        batch, repeats, others = step_batch(chunks), list[dict[str, float]](), list[float]()
+        batch, repeats, others = step_batch(chunks, loaded["memory"].layout), list[dict[str, float]](), list[float]()
         hidden = [each.runner.forward(batch).clone() for each in loaded.values()]
         if not torch.equal(*hidden):
             raise BenchmarkError(f"{measure}: hidden states differ")

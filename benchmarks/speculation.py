@@ -220,10 +220,11 @@ def measure_steps(
     A step runs the model over the last token and the drafts of each sequence behind `context` tokens, with logits of
     all of them.
     """
-    runner = make_runner(model, None, more=options).runner
+    loaded = make_runner(model, None, more=options)
+    runner = loaded.runner
     batches = {}
     for batch, num_drafts in cases:
-        made = step_batch([(context, 1 + num_drafts)] * batch)
+        made = step_batch([(context, 1 + num_drafts)] * batch, loaded.layout)
         batches[batch, num_drafts] = replace(made, logits_rows=torch.arange(batch * (1 + num_drafts)))
     seconds: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
     for index in range(rounds + 1):

@@ -125,6 +125,10 @@ class LLMOptions(TypedDict, total=False):
     """KV groups of the simulated model, joined by commas: the positions that a row reads, or full, and the pages of a
     block; --num-gpu-blocks then counts pages. Values: full:1,1024:5."""
 
+    simulate_state_pages: int | None
+    """Pages of the recurrent state of each sequence of the simulated model; 0: it has none. --num-gpu-blocks then
+    counts pages. [default: 0]"""
+
     inject: str | None
     """Only for tests, with --simulate or a model on the CPU: faults of this process, joined by commas, each in its step
     of this number; die only with --simulate; docs/simulated.md. Values: hang@STEP[:SECONDS], oom@STEP,

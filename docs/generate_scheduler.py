@@ -6,15 +6,13 @@ A drawing is in the page between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 
 from __future__ import annotations
 
-import re
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from scheduler_runs import VOCAB_SIZE, Run, fenced, grid, lane_spec, name_of, pairs_text, table
+from scheduler_runs import VOCAB_SIZE, Run, fenced, grid, lane_spec, name_of, pairs_text, table, write_page
 
 from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.lanes.lane import Lane
@@ -348,30 +346,5 @@ _DRAWINGS: dict[str, Callable[[], str]] = {
 }
 
 
-def content() -> str:
-    """The whole page with new drawings; raises SystemExit if the page lacks the place of a drawing."""
-    page = TARGET.read_text(encoding="utf-8")
-    for name in _DRAWINGS:
-        if (count := len(_place(name).findall(page))) != 1:
-            raise SystemExit(f"{TARGET} has {count} places for the drawing {name}")
-    for name, draw in _DRAWINGS.items():
-        before, _, after = _place(name).split(page)
-        page = f"{before}<!-- begin {name} -->\n{draw()}\n<!-- end {name} -->{after}"
-    return page
-
-
-def _place(name: str) -> re.Pattern[str]:
-    return re.compile(rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->", re.S)
-
-
-def main() -> None:
-    """Write the page; with --check, compare it only."""
-    page = content()
-    if sys.argv[1:] != ["--check"]:
-        TARGET.write_text(page, encoding="utf-8")
-    elif TARGET.read_text(encoding="utf-8") != page:
-        raise SystemExit(f"{TARGET} is out of date: make docs")
-
-
 if __name__ == "__main__":
-    main()
+    write_page(TARGET, _DRAWINGS)

@@ -1,8 +1,11 @@
-"""Runs of the core over the simulated executor, and plain-text tables, for docs/generate_scheduler.py."""
+"""Runs of the core over the simulated executor, plain-text tables, and pages with drawings of both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from cadenza_common.plan.plan import BlockMoves
 from cadenza_common.plan.sampling import SequenceSampling
@@ -97,3 +100,22 @@ def table(rows: list[list[str]]) -> str:
     """A Markdown table; the first row is its head."""
     head, *body = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n" + "\n".join([head, "|" + "---|" * len(rows[0]), *body]) + "\n"
+
+
+def write_page(target: Path, drawings: Mapping[str, Callable[[], str]]) -> None:
+    """Write a page with new drawings; with --check, compare it only.
+
+    A drawing is between `<!-- begin NAME -->` and `<!-- end NAME -->`. Raises SystemExit if the page lacks the place of
+    a drawing, or is out of date.
+    """
+    before = page = target.read_text(encoding="utf-8")
+    for name, draw in drawings.items():
+        place = re.compile(rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->", re.S)
+        if (count := len(place.findall(page))) != 1:
+            raise SystemExit(f"{target} has {count} places for the drawing {name}")
+        head, _, rest = place.split(page)
+        page = f"{head}<!-- begin {name} -->\n{draw()}\n<!-- end {name} -->{rest}"
+    if sys.argv[1:] != ["--check"]:
+        target.write_text(page, encoding="utf-8")
+    elif before != page:
+        raise SystemExit(f"{target} is out of date: make docs")

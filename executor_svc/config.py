@@ -68,6 +68,14 @@ class ExecutorConfig(ServiceSettings):
         "the pages of a block; --num-gpu-blocks then counts pages.",
         json_schema_extra=about("Simulation", values="full:1,1024:5"),
     )
+    simulate_state_pages: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="Pages of the recurrent state of each sequence of the simulated model; 0: it has none. "
+        "--num-gpu-blocks then counts pages.",
+        json_schema_extra=about("Simulation"),
+    )
     inject: str | None = Field(
         None,
         min_length=1,

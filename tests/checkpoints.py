@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.kept import kept_copy
+from tests.recurrent_shapes import MODEL_TYPES, randomize
+from tests.recurrent_shapes import RECURRENT as RECURRENT
 
 BOS, EOS = "<s>", "</s>"
 
@@ -350,7 +352,7 @@ def make_checkpoint(
 
     Args:
         folder: made if need be.
-        family: one of `FAMILIES`, `NEWER`, `MIXTURES` or `HOSTED`.
+        family: one of `FAMILIES`, `NEWER`, `MIXTURES`, `HOSTED` or `RECURRENT`.
         seed: of the weights. They are wide enough that greedy continuations wander, norms and biases included.
         dtype: of the weights as saved.
         shards: save several safetensors files and their index.
@@ -368,7 +370,8 @@ def _make(
     from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # it lacks this one alone
-    config = AutoConfig.for_model(family, **{**_SHAPE, **{**FAMILIES, **NEWER, **MIXTURES, **HOSTED}[family], **shape})
+    families = {**FAMILIES, **NEWER, **MIXTURES, **HOSTED, **RECURRENT}
+    config = AutoConfig.for_model(MODEL_TYPES.get(family, family), **{**_SHAPE, **families[family], **shape})
     # Gemma adds 1 to its weights; they are large, or the scaled and tied embedding would repeat each token forever.
     norms = (0.5, 2.5) if family.startswith("gemma") else (0.5, 1.5)
     with torch.random.fork_rng(devices=[]):
@@ -376,6 +379,8 @@ def _make(
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
+                if family in RECURRENT and randomize(name, parameter):
+                    continue
                 if name.endswith("sinks"):
                     parameter.normal_(0, 2)
                 elif name.endswith("bias"):
@@ -391,7 +396,7 @@ def _make(
         for name, buffer in model.named_buffers():
             if name.endswith("act_fn.beta"):
                 buffer.fill_(0.4)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.1)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)

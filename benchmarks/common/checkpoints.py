@@ -111,12 +111,45 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         "tie_word_embeddings": False,
     },
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "intermediate_size": 3584,
+        "vocab_size": 248320,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True,
+    },
+    "lfm2.5-1.2b": {
+        "model_type": "lfm2",
+        "norm_eps": 1e-5,
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+        "block_auto_adjust_ff_dim": True,
+        "block_multiple_of": 256,
+        "layer_types": ["full_attention" if index in (2, 5, 8, 10, 12, 14) else "conv" for index in range(16)],
+        "vocab_size": 65536,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
 }
 """Shapes by size, of Llamas but for Qwen3's: 10.5M parameters, where overhead dominates, SmolLM2-135M's with 134.5M
 (and the same with another vocabulary),
-Qwen3-0.6B's with 596M, and Llama-3.2-1B's with 1,236M (its angles are those of the first 8,192 positions); and two
+Qwen3-0.6B's with 596M, and Llama-3.2-1B's with 1,236M (its angles are those of the first 8,192 positions); two
 mixtures, as Qwen3-MoE, which all peers read: the sizes of OLMoE-1B-7B's layers and of Qwen3-30B-A3B's, of which there
-are as many as a small machine holds: 1,884M and 2,492M parameters."""
+are as many as a small machine holds: 1,884M and 2,492M parameters; and two hybrids with recurrent layers: those of
+Qwen3.5-0.8B and LFM2.5-1.2B, with 752M and 1,170M."""
 
 
 def random_checkpoint(shape: str = "10m", cache: Path = CACHE) -> Path:

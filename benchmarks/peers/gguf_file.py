@@ -1,4 +1,4 @@
-"""A Llama, Qwen3 or Qwen3-MoE in bf16 as a GGUF file for llama.cpp, in bf16 or few bits, without a tokenizer.
+"""A checkpoint of one of a few families in bf16 as a GGUF file for llama.cpp, in bf16 or few bits, without a tokenizer.
 
 The layout is that of llama.cpp's convert_hf_to_gguf.py: its `llama` architecture rotates neighbouring elements of a
 head where transformers rotates halves, so the rows of the query and key projections change places. Needs gguf and
@@ -19,29 +19,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.gguf_families import (
+    FAMILIES,
+    feed_forward_size,
+    is_recurrent,
+    stored_values,
+    write_recurrent_sizes,
+)
+
 QUANTIZED_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "MXFP4": 38}
 """llama.cpp's file types in few bits, by its numbers (LLAMA_FTYPE_MOSTLY_...); MXFP4 is of experts, beside Q8_0."""
-_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-"""llama.cpp's name by model_type."""
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-}
 _EXPERT = re.compile(r"(?<=\.experts\.)(\d+)\.")
-_OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def gguf_path(folder: Path, cache: Path, weights: str = "bf16") -> Path:
@@ -62,8 +50,8 @@ def gguf_of(folder: Path, cache: Path, weights: str = "bf16") -> Path:
         source = gguf_of(folder, cache)
         return _made(path, lambda part: _quantize(source, part, QUANTIZED_TYPES[weights]))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if config["model_type"] not in _ARCHITECTURES:
-        raise ValueError(f"{folder}: a {config['model_type']} model; this converts {' and '.join(_ARCHITECTURES)} only")
+    if config["model_type"] not in FAMILIES:
+        raise ValueError(f"{folder}: a {config['model_type']} model; this converts {' and '.join(FAMILIES)} only")
     return _made(path, lambda part: _write(folder, config, part))
 
 
@@ -90,15 +78,6 @@ def _quantize(source: Path, path: Path, file_type: int) -> None:
         raise RuntimeError(f"{source}: llama_model_quantize failed with {code}")
 
 
-def tensor_name(name: str) -> str:
-    """GGUF's name of a tensor that transformers calls `name`."""
-    part = name.removesuffix(".weight")
-    if part in _OTHER_NAMES:
-        return f"{_OTHER_NAMES[part]}.weight"
-    _, _, layer, rest = part.split(".", 3)
-    return f"blk.{layer}.{_LAYER_NAMES[rest]}.weight"
-
-
 def neighbours(weight: Any, num_heads: int) -> Any:
     """Rows of a query or key projection `[rows, columns]` so that those a half head apart become neighbours."""
     rows, columns = weight.shape
@@ -107,19 +86,21 @@ def neighbours(weight: Any, num_heads: int) -> Any:
 
 def _write(folder: Path, config: dict[str, Any], path: Path) -> None:
     gguf, numpy = importlib.import_module("gguf"), importlib.import_module("numpy")
-    rotated = config["model_type"] == "llama"
-    writer = gguf.GGUFWriter(str(path), _ARCHITECTURES[config["model_type"]])
+    family = FAMILIES[config["model_type"]]
+    writer = gguf.GGUFWriter(str(path), family.architecture)
     _write_config(writer, gguf, config)
     for name, values in _stacked(_tensors(folder, numpy), numpy):
-        if rotated and "q_proj" in name:
+        if family.neighbours and "q_proj" in name:
             values = neighbours(values, config["num_attention_heads"])
-        elif rotated and "k_proj" in name:
+        elif family.neighbours and "k_proj" in name:
             values = neighbours(values, config["num_key_value_heads"])
-        if values.ndim == 1 or name.endswith(".mlp.gate.weight"):  # norms and routers are fp32 there
-            writer.add_tensor(tensor_name(name), (values.astype(numpy.uint32) << 16).view(numpy.float32))
+        if values.ndim == 1 or "conv" in name.split(".")[-2] or name.endswith(".mlp.gate.weight"):
+            # Norms, convolutions, constants of recurrences and routers are fp32 there.
+            values = (values.astype(numpy.uint32) << 16).view(numpy.float32)
+            writer.add_tensor(family.tensor_name(name), stored_values(numpy, config, name, values))
         else:
             raw = numpy.ascontiguousarray(values).view(numpy.uint8)
-            writer.add_tensor(tensor_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(family.tensor_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -133,21 +114,25 @@ def num_experts_of(config: Mapping[str, Any]) -> int:
 
 def _write_config(writer: Any, gguf: Any, config: dict[str, Any]) -> None:
     num_heads = config["num_attention_heads"]
+    num_kv_heads = config.get("num_key_value_heads", num_heads)
+    recurrent = is_recurrent(config)
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
     if rope.get("rope_type", "default") != "default":
         raise ValueError(f"rope of type {rope['rope_type']}: this converts the default one only")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(feed_forward_size(config))
     writer.add_head_count(num_heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads", num_heads))
+    by_layer = config["model_type"] == "lfm2"  # whose layers without attention have none
+    writer.add_head_count_kv([0 if each else num_kv_heads for each in recurrent] if by_layer else num_kv_heads)
     head_size = config.get("head_dim") or config["hidden_size"] // num_heads
     writer.add_key_length(head_size)
     writer.add_value_length(head_size)
-    writer.add_rope_dimension_count(head_size)
+    writer.add_rope_dimension_count(int(head_size * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    write_recurrent_sizes(writer, config)
     if num_experts := num_experts_of(config):
         writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])

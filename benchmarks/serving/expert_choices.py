@@ -41,7 +41,7 @@ def experts_touched(model: Path, num_threads: int | None, isa: str | None, more:
     found = {}
     steps: list[Sequence[tuple[int, int]]] = [[(_CONTEXT, 1)] * rows for rows in _ROWS]
     for chunks in [*steps, [(0, _PROMPT)] * _PROMPTS]:
-        loaded.runner.forward(step_batch(chunks))
+        loaded.runner.forward(step_batch(chunks, loaded.layout))
         rows = sum(count for _, count in chunks)
         found[rows] = sum(len(ids[:rows].unique()) for ids in kept) / len(kept)
     return found

@@ -16,7 +16,9 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.common.workload import Request
+from benchmarks.peers.gguf_families import feed_forward_size, is_recurrent
 from benchmarks.peers.gguf_file import num_experts_of
+from benchmarks.serving.recurrent_work import recurrent_sizes
 from cadenza_common.gguf.file import read_gguf
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.quantized.int8_codes import most_code
@@ -102,6 +104,10 @@ class DecoderWork:
     attention_width: int
     """Number of query heads times their size, summed over the layers."""
     experts: ExpertWork | None = None
+    state_bytes: int = 0
+    """Of the recurrent layers' states of a sequence: a step reads them and writes them."""
+    state_flops: int = 0
+    """Of a token's recurrences."""
 
     @property
     def weight_bytes(self) -> int:
@@ -120,7 +126,8 @@ class DecoderWork:
             self.kv_bytes_per_token * sum(chunk.context for chunk in chunks), 4 * self.attention_width * attended
         )
         experts = Work(0, 0) if self.experts is None else self.experts.work(num_tokens)
-        return self.layers.work(num_tokens) + experts + self.head.work(num_logits) + cached
+        states = Work(2 * self.state_bytes * len(chunks), self.state_flops * num_tokens)
+        return self.layers.work(num_tokens) + experts + self.head.work(num_logits) + cached + states
 
     def requests(self, requests: Sequence[Request]) -> Work:
         """Requests at once: all prompts in one step, then a step for each further token of all that still run.
@@ -134,25 +141,31 @@ class DecoderWork:
 
 
 def decoder_work(config: Mapping[str, Any], item_bytes: int = 2) -> DecoderWork:
-    """The work of a Llama, Qwen3 or Qwen3-MoE from its config.json, with weights and cache of item_bytes.
+    """The work of a model of `gguf_families` from its config.json, with weights and cache of item_bytes.
 
     A mixture's steps choose all experts, until `ExpertWork.touched` says how many.
     """
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    num_recurrent = sum(is_recurrent(config))
+    attending = layers - num_recurrent
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("head_dim") or hidden // heads)
-    projections = (2 * heads + 2 * kv_heads) * size
+    gates = heads if config.get("model_type") == "qwen3_5_text" else 0
     num_experts = num_experts_of(config)
-    feed_forward = num_experts or 3 * int(config["intermediate_size"])
-    in_layers = layers * hidden * (projections + feed_forward)
+    feed_forward = num_experts or 3 * feed_forward_size(config)
+    recurrence = recurrent_sizes(config, item_bytes)
+    in_layers = hidden * (attending * (2 * heads + gates + 2 * kv_heads) * size + layers * feed_forward)
+    in_layers += num_recurrent * recurrence.parameters
     in_head = int(config["vocab_size"]) * hidden
     return DecoderWork(
         layers=Matrices(in_layers, item_bytes * in_layers),
         head=Matrices(in_head, item_bytes * in_head),
-        kv_bytes_per_token=2 * item_bytes * layers * kv_heads * size,
-        attention_width=layers * heads * size,
+        kv_bytes_per_token=2 * item_bytes * attending * kv_heads * size,
+        attention_width=attending * heads * size,
         experts=_experts(config, item_bytes) if num_experts else None,
+        state_bytes=num_recurrent * recurrence.state_bytes,
+        state_flops=num_recurrent * recurrence.flops,
     )
 
 

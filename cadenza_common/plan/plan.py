@@ -77,6 +77,8 @@ class AdmittedSequence:
     """The block that the first of `block_ids` are of: above 0 only where KV group 0 has a window."""
     group_tables: Sequence[GroupTable] = ()
     """Its blocks in the other KV groups."""
+    state_pages: Sequence[int] = ()
+    """The pages of its recurrent state, [pages_per_state], its own also with a source; empty without states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,22 @@ class BlockMoves:
 
 
 _NO_MOVES = BlockMoves()
+
+
+@dataclass(frozen=True, slots=True)
+class StateSaves:
+    """Copies of slots' recurrent states to make when they stand at positions; those of a slot are ascending."""
+
+    slots: Sequence[int] = ()
+    positions: Sequence[int] = ()
+    page_ids: Sequence[int] = ()
+    """[len(slots) * pages_per_state]."""
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+_NO_SAVES = StateSaves()
 
 
 @dataclass(slots=True)
@@ -133,6 +151,7 @@ class StepPlan:
     """Flags."""
     fork_source_slots: MutableSequence[int] = field(default_factory=list)
     fork_slots: MutableSequence[int] = field(default_factory=list)
+    state_saves: StateSaves = _NO_SAVES
     announces_start: bool = False
     """Request a heartbeat that names this step before it runs."""
     debug_digest: bool = False

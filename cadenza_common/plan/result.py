@@ -142,6 +142,10 @@ class StepResult:
     """By slot, where the request wants them: of the prompt tokens that this step's chunk predicts."""
     candidates: dict[int, Candidates] = field(default_factory=dict)
     """By slot, for beams. These slots sample no token."""
+    saved_slots: Sequence[int] = ()
+    """Slots whose armed copies of recurrent states the step made, repeated for several positions."""
+    saved_positions: Sequence[int] = ()
+    """The positions of these copies."""
     timings: StepTimings = _NO_TIMINGS
     debug_digest: bytes = b""
     """Digest of the executor's slots after the step, if the plan requested it."""

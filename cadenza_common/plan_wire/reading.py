@@ -16,6 +16,7 @@ from cadenza_common.plan.plan import (
     GroupAppends,
     GroupTable,
     PrefixSource,
+    StateSaves,
     StepPlan,
 )
 from cadenza_common.plan_wire.columns import MOVES, PARTS, PLAN_LISTS, PLAN_NUMBERS, SEQUENCE_NUMBERS, ints_in_slices
@@ -87,6 +88,20 @@ def _appends(part: str, messages: Sequence[pb.BlockAppends], reserved: list[str]
     return fields | {"group_appends": others} if others else fields
 
 
+def _state_saves(part: str, message: pb.StateSaves, _reserved: list[str]) -> _Read:
+    same_length(part, message.slots, message.positions)
+    num_slots, num_pages = len(message.slots), len(message.page_ids)
+    if num_pages % num_slots if num_slots else num_pages:
+        raise InvalidPlan(f"{part}: {num_pages} page_ids for {num_slots} slots are not as many for each")
+    return {
+        part: StateSaves(
+            (yield from ints_in_slices(message.slots)),
+            (yield from ints_in_slices(message.positions)),
+            (yield from ints_in_slices(message.page_ids)),
+        )
+    }
+
+
 def _by_group(part: str, messages: Sequence[Any], names: tuple[str, ...], reserved: list[str]) -> Work[list[Any]]:
     """Read columns of equal length from one message or more, which name KV group 0."""
     check_count(part, messages)
@@ -148,6 +163,7 @@ def _sequence(message: pb.AdmittedSequence, reserved: list[str]) -> Work[Admitte
         group_tables=tuple(others),
         sampling=(yield from sampling_in_slices(message.sampling)),
         sample_index=message.sampling.sample_index,
+        state_pages=(yield from ints_in_slices(message.state_pages)) if message.state_pages else (),
         source=_source(message.source) if message.HasField("source") else None,
         grammar=spec_from_wire(message.grammar) if message.HasField("grammar") else None,
         **{name: getattr(message, name) for name in SEQUENCE_NUMBERS},
@@ -165,4 +181,5 @@ _READERS: dict[str, Callable[[str, Any, list[str]], _Read]] = {
     **dict.fromkeys(MOVES, _moves),
     **dict.fromkeys(PARTS, _columns),
     "appends": _appends,
+    "state_saves": _state_saves,
 }

@@ -110,6 +110,11 @@ def _checked_status(message: pb.StepResult) -> StepStatus:
         raise ProtocolError(
             f"result of step {message.step_id}: {len(message.errors)} errors of {len(message.error_slots)} slots"
         )
+    if len(message.saved_slots) != len(message.saved_positions):
+        raise ProtocolError(
+            f"result of step {message.step_id}: {len(message.saved_slots)} saved_slots and "
+            f"{len(message.saved_positions)} saved_positions"
+        )
     return status
 
 

@@ -63,7 +63,7 @@ def _extend(field: Any, values: Sequence[int]) -> Work[None]:
 def _num_items(sequence: AdmittedSequence) -> int:
     """The work of describing a sequence, in numbers that take as long."""
     num_items = _SEQUENCE_ITEMS + len(sequence.token_ids) + len(sequence.block_ids) + sequence.sampling.num_values
-    num_items += sum(len(table.page_ids) for table in sequence.group_tables)
+    num_items += sum(len(table.page_ids) for table in sequence.group_tables) + len(sequence.state_pages)
     return num_items if sequence.source is None else num_items - sequence.source.num_blocks
 
 
@@ -86,6 +86,10 @@ def _fill_without_admissions(message: pb.StepPlan, plan: StepPlan, epoch: int) -
                 getattr(to, column).extend(getattr(plan, name))
     for each in plan.group_appends:
         message.appends.add(kv_group=each.kv_group, slots=each.slots, block_ids=each.page_ids)
+    if saves := plan.state_saves:
+        message.state_saves.slots.extend(saves.slots)
+        message.state_saves.positions.extend(saves.positions)
+        message.state_saves.page_ids.extend(saves.page_ids)
 
 
 def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, with_allowed: bool = True) -> None:
@@ -104,6 +108,8 @@ def _fill_admitted(message: pb.AdmittedSequence, sequence: AdmittedSequence, *, 
         table.first_block = sequence.first_block
     for other in sequence.group_tables:
         message.block_tables.add(kv_group=other.kv_group, first_block=other.first_block, block_ids=other.page_ids)
+    if sequence.state_pages:
+        message.state_pages.extend(sequence.state_pages)
     fill_sampling(message.sampling, sequence.sampling, sequence.sample_index, with_allowed=with_allowed)
     if grammar is not None and source is None:
         message.grammar.ParseFromString(grammar.spec)

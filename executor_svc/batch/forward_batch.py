@@ -10,6 +10,7 @@ from torch import Tensor
 
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
+from executor_svc.batch.step_states import StepStates
 from executor_svc.plan.arrays import IntArray
 
 
@@ -39,17 +40,22 @@ class ForwardBatch:
     max_seq_len: int
     adapter_places: IntArray | None = None
     """[T]: the place of each token's adapter on the device, -1 for none; None: no token has one."""
+    states: StepStates | None = None
+    """The recurrent states of the S sequences; None: the model has none."""
 
 
-def build_batch(slots: Slots, scheduled: Scheduled, places: IntArray | None = None) -> ForwardBatch | None:
+def build_batch(
+    slots: Slots, scheduled: Scheduled, places: IntArray | None = None, states: StepStates | None = None
+) -> ForwardBatch | None:
     """Return the flat tensors of the scheduled tokens, on the CPU; None if there are none.
 
-    places: [num_slots] the place of each slot's adapter, -1 for none; None: no slot has one.
+    places: [num_slots] the place of each slot's adapter, -1 for none; None: no slot has one. states: those of the
+    scheduled slots.
     """
     rows, counts = scheduled.slots, scheduled.num_tokens
     if not len(rows):
         return None
-    return flat_batch(slots, rows, slots.num_computed_tokens[rows], counts, scheduled.logits_rows, places)
+    return flat_batch(slots, rows, slots.num_computed_tokens[rows], counts, scheduled.logits_rows, places, states)
 
 
 def flat_batch(
@@ -59,10 +65,11 @@ def flat_batch(
     counts: IntArray,
     logits_rows: IntArray,
     places: IntArray | None = None,
+    states: StepStates | None = None,
 ) -> ForwardBatch:
     """Return the flat tensors of the tokens context[s] to context[s] + counts[s] - 1 of the slots rows[s]; [S] each.
 
-    logits_rows: [L], into the T tokens. counts: 1 or more. places: as in `build_batch`.
+    logits_rows: [L], into the T tokens. counts: 1 or more. places, states: as in `build_batch`.
     """
     block_size = slots.limits.block_size
     seq_lens = context + counts
@@ -94,4 +101,5 @@ def flat_batch(
         max_query_len=int(counts.max()),
         max_seq_len=max_seq_len,
         adapter_places=None if places is None else places[owner],
+        states=states,
     )

@@ -37,11 +37,12 @@ class MirrorSlots(Slots):
     def __init__(self, limits: Limits, compared: bool = False) -> None:
         super().__init__(limits, compared)
         # Admissions of each slot so far: a late result of an earlier sequence must not change a later one.
-        self._generations = np.zeros(limits.num_slots, np.int64)
+        self.generations = np.zeros(limits.num_slots, np.int64)
+        """[num_slots]."""
 
     def _admit(self, sequence: AdmittedSequence) -> None:
         super()._admit(sequence)
-        self._generations[sequence.slot] += 1
+        self.generations[sequence.slot] += 1
 
     def advance(self, scheduled: Scheduled) -> IntArray:
         """Count a step's tokens as computed, and one unknown token for each sampling slot; scheduled: without drafts.
@@ -55,7 +56,7 @@ class MirrorSlots(Slots):
             # A fork shares all computed tokens of its source.
             self.num_computed_tokens[slots] = self.num_tokens[slots]
         self.num_tokens[slots[scheduled.takes_token(np.ones(len(slots), np.bool_))]] += 1
-        return self._generations[slots]
+        return self.generations[slots]
 
     def settle(self, scheduled: Scheduled, generations: IntArray, reported: ReportedTokens) -> None:
         """Apply the results of an advanced step. All earlier steps must be settled.
@@ -63,7 +64,7 @@ class MirrorSlots(Slots):
         scheduled: with the drafts that were made.
         """
         rows, slots = scheduled.rows, scheduled.sampling_slots
-        same_sequence = (self._generations[slots] == generations) & self.admitted[slots]
+        same_sequence = (self.generations[slots] == generations) & self.admitted[slots]
         slots, ahead = rows.slots, np.zeros_like(rows.slots) if rows.ahead is None else rows.ahead
         same_sequence = same_sequence[(ahead == 0).cumsum() - 1]
         samples = scheduled.takes_token(np.ones(len(slots), np.bool_))

@@ -24,6 +24,8 @@ def check_supported(plan: StepPlan, limits: Limits) -> None:
         reserved = tuple(name for name in reserved if not name.startswith(_OF_GROUPS))
     if reserved:
         raise InvalidPlan(f"not supported by this executor: {', '.join(reserved)}")
+    if plan.state_saves and not limits.pages_per_state:
+        raise InvalidPlan("not supported by this executor: state_saves, as the model has no recurrent state")
 
 
 def check_block_moves(plan: StepPlan, limits: Limits) -> None:
@@ -62,6 +64,7 @@ def check_admission(sequence: AdmittedSequence, limits: Limits) -> None:
     if not 0 <= sequence.num_computed_tokens < num_tokens:
         raise InvalidPlan(f"{where}: num_computed_tokens {sequence.num_computed_tokens} is not below {num_tokens}")
     check_tables(sequence, limits, where)
+    _check_state_pages(sequence, limits, where)
     if not 0 <= sequence.max_drafts <= limits.max_drafts:
         raise InvalidPlan(f"{where}: max_drafts {sequence.max_drafts} is not 0 to {limits.max_drafts}")
     if sequence.max_len and not num_tokens < sequence.max_len <= limits.max_model_len:
@@ -71,6 +74,14 @@ def check_admission(sequence: AdmittedSequence, limits: Limits) -> None:
     if sequence.grammar is not None and not limits.has_grammars:
         raise InvalidPlan(f"{where}: not supported by this executor: grammar")
     check_sampling(sequence.sampling, limits, where)
+
+
+def _check_state_pages(sequence: AdmittedSequence, limits: Limits, where: str) -> None:
+    pages = sequence.state_pages
+    if len(pages) != limits.pages_per_state:
+        raise InvalidPlan(f"{where} has {len(pages)} state_pages: a state has {limits.pages_per_state}")
+    check_range(pages, limits.num_device_blocks, f"{where}: state_pages: page")
+    check_unique(pages, f"{where}: state_pages: page")
 
 
 def check_sampling(sampling: SequenceSampling, limits: Limits, where: str) -> None:

@@ -7,19 +7,20 @@ been checked. Every contradiction raises InvalidPlan; the slots are then undefin
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cadenza_common.plan.errors import InvalidPlan
-from cadenza_common.plan.plan import AdmittedSequence, StepPlan
+from cadenza_common.plan.plan import AdmittedSequence, StateSaves, StepPlan
 from executor_svc.batch.block_tables import TablePlaces, check_appends
+from executor_svc.batch.forks import check_forks, with_forks
 from executor_svc.batch.plan_checks import check_admission, check_block_moves, check_supported
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import NamedSlots, Scheduled, named_slots
 from executor_svc.batch.slot_sampling import SlotSampling
+from executor_svc.batch.slot_states import SlotStates
 from executor_svc.batch.writes import Writes
 from executor_svc.plan.arrays import BoolArray, IntArray, check_range, check_unique, column, ints
 from executor_svc.plan.limits import Limits
@@ -52,6 +53,7 @@ class Slots:
         # The slot's prompt logits were not finite: it fails when it samples.
         self.prompt_failed = np.zeros(n, np.bool_)
         self.sampling = SlotSampling(limits)
+        self.states = SlotStates(limits)
         self.writes = Writes(kept=compared)
         """Of tokens, blocks and admissions."""
 
@@ -71,6 +73,7 @@ class Slots:
         self.writes.clear()
         self.admitted[:] = False
         self.sampling.release(np.arange(self.limits.num_slots))
+        self.states.clear()
 
     def ready(self) -> BoolArray:
         """Return [n]: whether a slot is admitted, neither held nor stopped, and lacks the KV of exactly one token."""
@@ -96,6 +99,7 @@ class Slots:
         self._hold(ints(plan.held_slots), True, "held_slots")
         self._hold(ints(plan.resumed_slots), False, "resumed_slots")
         self._append_given(ints(plan.given_slots), ints(plan.given_token_ids))
+        self._arm_saves(plan.state_saves)
         return plan
 
     def _check_adapters(self, plan: StepPlan) -> None:
@@ -106,30 +110,32 @@ class Slots:
         if count > self.limits.max_loras:
             raise InvalidPlan(f"admitted: slots have {count} adapters, over max_loras {self.limits.max_loras}")
 
-    def _check_admitted(self, slots: IntArray, part: str) -> None:
+    def check_admitted(self, slots: IntArray, part: str) -> None:
+        """Check that slots [n] are admitted; raises InvalidPlan, whose message begins with `part`."""
         check_range(slots, self.limits.num_slots, f"{part}: slot")
         if not self.admitted[slots].all():
             raise InvalidPlan(f"{part}: slot {slots[~self.admitted[slots]][0]} is not admitted")
 
     def _hold(self, slots: IntArray, hold: bool, part: str) -> None:
         if len(slots):
-            self._check_admitted(slots, part)
+            self.check_admitted(slots, part)
             self.held[slots] = hold
 
     def _release(self, slots: IntArray) -> None:
         if not len(slots):
             return
-        self._check_admitted(slots, "released_slots")
+        self.check_admitted(slots, "released_slots")
         check_unique(slots, "released_slots: slot")
         self.admitted[slots] = False
         self.sampling.release(slots)
+        self.states.release(slots)
 
     def _admit_with_source(self, sequence: AdmittedSequence) -> AdmittedSequence:
         """Admit a sequence with the first tokens and blocks of its source; returns it without a source."""
         source = sequence.source
         if source is not None:
             where = f"admitted: slot {sequence.slot}: source"
-            self._check_admitted(np.array([source.slot]), where)
+            self.check_admitted(np.array([source.slot]), where)
             num_tokens, strips = self.num_prompt_tokens[source.slot], self.limits.groups[0].pages_per_block
             num_blocks = self.num_blocks[source.slot] * strips
             if source.num_tokens > num_tokens or source.num_blocks > num_blocks:
@@ -176,11 +182,14 @@ class Slots:
         for table, first, pages in self.places.admitted(sequence):
             self.tables[slot, table, first : first + len(pages)] = pages
             self.writes.add((table, first), pages)
+        if len(sequence.state_pages):
+            self.states.tables[slot] = sequence.state_pages
+            self.writes.add(sequence.state_pages)
 
     def _append_blocks(self, plan: StepPlan) -> None:
         for named in (plan.append_slots, *(appends.slots for appends in plan.group_appends)):
             if len(named):
-                self._check_admitted(ints(named), "appends")
+                self.check_admitted(ints(named), "appends")
         check_appends(plan, self.limits)
         for table, slots, places, pages in self.places.appended(plan):
             self.tables[slots, table, places] = pages
@@ -189,7 +198,7 @@ class Slots:
     def _append_given(self, slots: IntArray, token_ids: IntArray) -> None:
         if not len(slots):
             return
-        self._check_admitted(slots, "given")
+        self.check_admitted(slots, "given")
         check_unique(slots, "given: slot")
         check_range(token_ids, self.limits.vocab_size, "given: token id")
         known = self.num_tokens[slots]
@@ -201,11 +210,21 @@ class Slots:
         self.num_tokens[slots] += 1
         self._write_tokens(slots, known, token_ids)
 
+    def _arm_saves(self, saves: StateSaves) -> None:
+        if not saves:
+            return
+        slots = ints(saves.slots)
+        self.check_admitted(slots, "state_saves")
+        # A step may have taken drafts that the scheduler does not know of: then a position may have been passed.
+        stands = self.num_computed_tokens - self.limits.state_tail
+        self.states.arm(saves, np.where(self.max_drafts > 0, 0, stands))
+        self.writes.add(slots, saves.positions, saves.page_ids)
+
     def schedule(self, plan: StepPlan) -> Scheduled:
         """Return the work of an applied plan: its explicit slots and, with decode_ready, every other ready slot."""
         part, forks = named_slots(plan), ints(plan.fork_slots)
         self._check_scheduled(part)
-        self._check_forks(forks, ints(plan.fork_source_slots), part)
+        check_forks(self, plan, part)
         slots = part.slots[:0]
         if plan.decode_ready:
             ready = self.ready()
@@ -225,59 +244,17 @@ class Slots:
             samples = np.concatenate((samples, part.samples[computing]))[order]
         readers = slots[samples]
         if len(forks):
-            readers, sources, idle = self._fork(plan, readers, idle)
+            readers, sources, idle = with_forks(self, plan, readers, idle)
         (candidates,) = self.sampling["num_candidates"][readers].nonzero()
         scheduled = Scheduled(slots, counts, samples, idle, readers, sources, candidates)
         self._check_limits(scheduled)
         return scheduled
 
-    def _fork(self, plan: StepPlan, readers: IntArray, idle: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Add forks to the slots that sample from their own logits row [L] and to the idle slots, both ascending.
-
-        Returns (sampling slots [R], the logits row of each [R], idle slots).
-        """
-        forks, sources = ints(plan.fork_slots), ints(plan.fork_source_slots)
-        reads, is_idle = np.isin(sources, readers), np.isin(sources, idle)
-        if plan.decode_ready:
-            # This source would be ready if it had not stopped, which the scheduler may not know yet.
-            unnamed = ~np.isin(sources, ints(plan.scheduled_slots))
-            is_idle |= self.stopped[sources] & ~self.held[sources] & unnamed
-        silent = ~(reads | is_idle)
-        if silent.any():
-            i = silent.argmax()
-            raise InvalidPlan(f"forks: the source {sources[i]} of slot {forks[i]} does not sample in this step")
-        uneven = reads & (self.num_tokens[forks] != self.num_tokens[sources])
-        if uneven.any():
-            i = uneven.argmax()
-            raise InvalidPlan(
-                f"forks: slot {forks[i]} has {self.num_tokens[forks[i]]} known tokens, its source {sources[i]} "
-                f"{self.num_tokens[sources[i]]}"
-            )
-        slots = np.concatenate((readers, forks[reads]))
-        rows = np.concatenate((np.arange(len(readers)), np.searchsorted(readers, sources[reads])))
-        order = np.argsort(slots)
-        return slots[order], rows[order], np.sort(np.concatenate((idle, forks[is_idle])))
-
-    def _check_forks(self, slots: IntArray, sources: IntArray, part: NamedSlots) -> None:
-        """Check forks, as far as that does not depend on which slots sample."""
-        if not len(slots):
-            return
-        self._check_admitted(slots, "forks")
-        self._check_admitted(sources, "forks: source")
-        check_unique(slots, "forks: slot")
-        for wrong, reason in (
-            (np.isin(sources, slots), "reads from a slot that is a fork itself"),
-            (self.stopped[slots], "has stopped"),
-            (np.isin(slots, part.slots), "is named in scheduled too"),
-        ):
-            if wrong.any():
-                raise InvalidPlan(f"forks: slot {slots[wrong][0]} {reason}")
-
     def _check_scheduled(self, part: NamedSlots) -> None:
         """Check explicit counts against known tokens. A stopped slot computes nothing, so it accepts any count."""
         if not len(part.slots):
             return
-        self._check_admitted(part.slots, "scheduled")
+        self.check_admitted(part.slots, "scheduled")
         check_unique(part.slots, "scheduled: slot")
         left = self.num_tokens[part.slots] - self.num_computed_tokens[part.slots]
         running = ~self.stopped[part.slots]
@@ -381,20 +358,3 @@ class Slots:
             stop &= places + 1 - self.num_prompt_tokens[slots] >= self.sampling["min_tokens"][slots]
         drafts = self.max_drafts[slots] > 0
         return stop | (drafts & (places + 1 >= self.max_len[slots])) if drafts.any() else stop
-
-    def digest(self) -> bytes:
-        """Return SHA-256 over the admitted slots in order.
-
-        For each, little-endian int32: slot, num_tokens, num_prompt_tokens, num_computed_tokens, num_blocks; then its
-        token ids; then of each KV group what rows read of its block tables, behind num_blocks of those after the first.
-        """
-        sha = hashlib.sha256()
-        for slot in np.flatnonzero(self.admitted).tolist():
-            num_tokens, num_blocks = self.num_tokens[slot], self.num_blocks[slot]
-            counts = (slot, num_tokens, self.num_prompt_tokens[slot], self.num_computed_tokens[slot], num_blocks)
-            sha.update(np.array(counts, "<i4").tobytes())
-            sha.update(self.token_ids[slot, :num_tokens].astype("<i4").tobytes())
-            for group, read in enumerate(self.places.read(slot, self.num_computed_tokens[slot], self.tables[slot])):
-                ends = self.places.num_blocks[group : group + 1, slot] if group else ()
-                sha.update(np.array(ends, "<i4").tobytes() + read.astype("<i4").tobytes())
-        return sha.digest()

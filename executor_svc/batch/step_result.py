@@ -8,6 +8,7 @@ import numpy as np
 
 from cadenza_common.plan.result import Candidates, LogprobColumns, SlotError, StepResult, StepStatus, StepTimings
 from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slot_states import SavedStates
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray, column, float_column
 
 NOT_ACCEPTED = -1
@@ -86,6 +87,8 @@ class Computed:
     prompt_logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
     device_ns: int = 0
     sample_ns: int = 0
+    saved: SavedStates | None = None
+    """The copies of recurrent states that it made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,8 @@ def make_result(
         logprobs=_logprobs(computed, rows.slots),
         prompt_logprobs=computed.prompt_logprobs,
         candidates=_candidates(sampled, scheduled),
+        saved_slots=() if computed.saved is None else column(computed.saved.slots),
+        saved_positions=() if computed.saved is None else column(computed.saved.positions),
         timings=timings,
         debug_digest=digest,
         num_sequences=len(scheduled.slots),

@@ -17,9 +17,9 @@ from executor_svc.config import CPU_MEMORY_SHARE as _SHARE
 from executor_svc.config import CpuIsa, ExecutorConfig
 from executor_svc.cpu.file_linear import CpuFileLinear
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
-from executor_svc.cpu.kernels.latent.kernels import CpuLatentKernels
 from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding, probe_linear, rows_with_drafts
 from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart
+from executor_svc.cpu.kernels.states.kernels import CpuStateKernels
 from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding
 from executor_svc.cpu.weight_readers import WeightReaders
 from executor_svc.cpu_memory import free_memory_bytes, one_at_a_time, promise_memory
@@ -29,6 +29,7 @@ from executor_svc.device.interface import DeviceError, Numerics, NumericsError, 
 from executor_svc.device.kernels import Embedding, Kernels, Linear, TableEmbedding, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
 from executor_svc.device.kv_layout import KVLayout
+from executor_svc.device.pool_sizes import chosen_pages, least_of, with_states
 from executor_svc.device.stored_linear import FewBits, Form, QuantFormat, QuantRows, StoredLinear
 from executor_svc.models.fit.text import fit_sentence
 from executor_svc.plan.description import ModelGeometry
@@ -105,7 +106,7 @@ class CpuDevice:
         self.numerics: Numerics = "fast" if config.numerics == "fast" else "exact"
         self.num_threads = config.num_threads or cores()
         torch.set_num_threads(self.num_threads)
-        self._kernels = CpuLatentKernels(self.num_threads, _isa(config.cpu_isa))
+        self._kernels = CpuStateKernels(self.num_threads, _isa(config.cpu_isa))
         self._linears: dict[_Kind, tuple[str, Linear, torch.dtype]] = {}
         self._probed: dict[_Kind, int] = {}
         """The rows that a shape was probed with."""
@@ -244,7 +245,12 @@ class CpuDevice:
         return free_memory_bytes()
 
     def new_kv_cache(
-        self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0, draft: DraftLayers | None = None
+        self,
+        geometry: ModelGeometry,
+        config: ExecutorConfig,
+        step_bytes: int = 0,
+        draft: DraftLayers | None = None,
+        num_pages: int | None = None,
     ) -> KVCache:
         """Size the pools: `num_gpu_blocks`, or as many blocks as fit into the options' share of the free memory.
 
@@ -252,36 +258,43 @@ class CpuDevice:
         see what it may grow to.
         """
         with one_at_a_time():
-            pools = self._new_kv_cache(geometry, config, step_bytes, draft)
+            pools = self._new_kv_cache(geometry, config, step_bytes, draft, num_pages)
             promise_memory((pools.num_device_blocks + pools.num_host_blocks) * pools.bytes_per_block)
         return pools
 
     def _new_kv_cache(
-        self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int, draft: DraftLayers | None
+        self,
+        geometry: ModelGeometry,
+        config: ExecutorConfig,
+        step_bytes: int,
+        draft: DraftLayers | None,
+        num_pages: int | None,
     ) -> KVCache:
         draft = draft or DraftLayers((), 0)
         layout = model_layout(geometry, self._kernels.padded_head_size, draft, config, self.dtype)
         size = layout.bytes_per_block
-        device_blocks = config.num_gpu_blocks
+        pages = chosen_pages(layout, config) if num_pages is None else num_pages
         host_bytes = config.num_cpu_blocks * size
         free = self.free_memory_bytes()
-        if device_blocks is None:
+        if pages is None:
             weight_bytes = geometry.weight_bytes + draft.weight_bytes
             budget = self._budget(geometry, config, layout, free - host_bytes - step_bytes, weight_bytes)
-            if budget.fitting < 1:
+            if budget.fitting < layout.least_blocks:
                 raise DeviceError(
-                    f"not one KV block of {size} bytes fits: {free} bytes of memory are free, and "
+                    f"not {least_of(layout)} fits: {free} bytes of memory are free, and "
                     f"--gpu-memory-utilization {config.gpu_memory_utilization or _SHARE} and --num-cpu-blocks "
                     f"{config.num_cpu_blocks} leave {budget.fitting * size}"
                     f"{fit_sentence(Path(config.model), free + weight_bytes, config)}"
                 )
-            device_blocks = min(budget.fitting, budget.useful)
-        elif device_blocks * size + host_bytes + step_bytes > free:
+            pages = min(budget.fitting, budget.useful) * layout.num_tables
+        elif pages * layout.page_bytes + host_bytes + step_bytes > free:
             raise DeviceError(
-                f"--num-gpu-blocks {device_blocks} and --num-cpu-blocks {config.num_cpu_blocks} need "
-                f"{device_blocks * size + host_bytes} bytes, {free} are free"
+                f"--num-gpu-blocks {config.num_gpu_blocks} and --num-cpu-blocks {config.num_cpu_blocks} need "
+                f"{pages * layout.page_bytes + host_bytes} bytes{with_states(layout, config)}, {free} are free"
             )
-        return KVCache(layout, device_blocks, config.num_cpu_blocks, self.torch_device, len(draft.layers))
+        blocks, rest = divmod(pages, layout.num_tables)
+        num_draft_layers = len(draft.layers)
+        return KVCache(layout, blocks, config.num_cpu_blocks, self.torch_device, num_draft_layers, num_state_pages=rest)
 
     def _budget(
         self, geometry: ModelGeometry, config: ExecutorConfig, layout: KVLayout, free: int, weight_bytes: int

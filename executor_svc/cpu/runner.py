@@ -10,6 +10,7 @@ from torch import Tensor
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
+from executor_svc.device.states import StatePlan
 from executor_svc.models.adapters.places import ModelAdapters
 from executor_svc.models.base import CausalLM
 from executor_svc.models.recorded import RecordedModel
@@ -43,6 +44,7 @@ class ModelRunner:
         adapter_places choose among them.
         """
         self._model = model
+        self._headers = None if is_draft else kv_cache.state_headers
         self.functions = device.functions
         sizes = (limits.max_num_batched_tokens, limits.max_num_batched_tokens, limits.max_num_seqs)
         tensors = (torch.zeros(size, dtype=torch.int64) for size in sizes)
@@ -65,7 +67,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Write the batch's keys and values to the cache and return the hidden states [T, hidden] of its tokens."""
+        """Write the batch's keys and values to the cache and return the hidden states [T, hidden] of its tokens.
+
+        Recurrent states stand at the batch's ends then, in their headers too, and the batch's copies of them are made.
+        """
         recorded, num_tokens, num_sampled = self._recorded, len(batch.token_ids), len(batch.logits_rows)
         if num_sampled > self._max_logits:
             num_sampled = 0
@@ -77,8 +82,13 @@ class ModelRunner:
         self._model.fill_ropes(batch.positions, batch.rope_lens, recorded.ropes)
         for plan in recorded.plans:
             plan.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
+        if recorded.state_plan is not None:
+            _fill_states(recorded.state_plan, batch)
         self._set_adapters(batch, num_sampled)
         recorded.run(num_tokens, num_sampled)
+        if self._headers is not None and batch.states is not None:
+            self._headers.write(batch.states.tables, batch.states.ends)
+            self._headers.write(batch.states.save_tables, batch.states.save_positions)
         return recorded.hidden[:num_tokens]
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -105,3 +115,17 @@ class ModelRunner:
         if logits.data_ptr() == self._recorded.sampled_logits.data_ptr():
             return self._recorded.best.numpy()[: len(logits)]
         return argmax(logits)
+
+
+def _fill_states(plan: StatePlan, batch: ForwardBatch) -> None:
+    states = batch.states
+    assert states is not None, "a model with recurrent layers needs the states of a batch"
+    plan.fill(
+        batch.query_start_loc,
+        states.context_lens,
+        states.folded,
+        states.tables,
+        states.save_starts,
+        states.save_positions,
+        states.save_tables,
+    )

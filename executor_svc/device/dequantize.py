@@ -49,10 +49,15 @@ def scales_marking_nan(block: QuantBlock, kind: QuantFormat) -> Tensor:
     """Return scales as stored, NaN for groups with a code of NaN: kernels decode e4m3 without regard to it."""
     if kind.values != "e4m3":
         return block.scales
-    bad = (block.codes & _NOT_A_NUMBER) == _NOT_A_NUMBER
+    bad = is_nan(block.codes)
     if not bool(bad.any()):
         return block.scales
     return block.scales.masked_fill(bad.unflatten(1, (-1, kind.group)).any(dim=2), float("nan"))
+
+
+def is_nan(codes: Tensor) -> Tensor:
+    """Return which codes of e4m3, in uint8, are NaN."""
+    return (codes & _NOT_A_NUMBER) == _NOT_A_NUMBER
 
 
 def minimums_of(block: QuantBlock, kind: QuantFormat) -> Tensor | None:

@@ -113,12 +113,17 @@ class Device(Protocol):
         ...
 
     def new_kv_cache(
-        self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0, draft: DraftLayers | None = None
+        self,
+        geometry: ModelGeometry,
+        config: ExecutorConfig,
+        step_bytes: int = 0,
+        draft: DraftLayers | None = None,
+        num_pages: int | None = None,
     ) -> KVCache:
         """Reserve the KV pools, sized by the options or by free memory; raises DeviceError if not one block fits.
 
         step_bytes: memory that steps will need beside everything loaded now; it is left free. draft: of a draft model
-        or head, whose layers are in the same blocks.
+        or head, whose layers are in the same blocks. num_pages: of the device pool, in place of what options say.
         """
         ...
 

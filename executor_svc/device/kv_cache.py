@@ -6,6 +6,7 @@ num_kv_heads, block_size, head_size], with the pages as its blocks. The order wi
 the CPU are [head_size, block_size], see `cpu.kernels.rope`).
 
 A draft model or head has layers of its own in the same pages, perhaps with other KV heads and another head size.
+Recurrent states are pages of the same pools, and move with the same calls.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.host_memory import new_memory
 from executor_svc.device.kv_layout import KVLayout, LayerKV
 from executor_svc.device.latent import latent_columns
-from executor_svc.plan.description import LayerHeads, ModelGeometry
+from executor_svc.device.state_layout import StateHeaders
+from executor_svc.device.states import StateMemory
+from executor_svc.plan.description import LayerHeads, ModelGeometry, max_drafts_of
 from executor_svc.plan.limits import GroupShape
 
 BlockIds = Sequence[int] | Tensor
@@ -45,7 +48,9 @@ def model_layout(
     """Return the layout of a target's layers and then its draft's; padded: returns the size of heads in the cache."""
     heads = geometry.layer_heads or (LayerHeads(geometry.num_kv_heads, geometry.head_size),) * geometry.num_layers
     windows = () if config.disable_hybrid_kv_cache_manager else geometry.windows
-    return layout_of(heads, windows, geometry.max_model_len, padded, config.block_size, dtype, draft.layers)
+    tail, model_dtype = 1 + max_drafts_of(config), getattr(torch, geometry.dtype)
+    units = [() if each is None else each.unit_bytes(tail, model_dtype) for each in geometry.layer_states]
+    return layout_of(heads, windows, geometry.max_model_len, padded, config.block_size, dtype, draft.layers, units)
 
 
 def layout_of(
@@ -56,13 +61,17 @@ def layout_of(
     block_size: int,
     dtype: torch.dtype,
     draft_layers: Sequence[LayerKV] = (),
+    units: Sequence[Sequence[int]] = (),
 ) -> KVLayout:
     """Return the layout of layers that keep these heads, and have these windows; none: all layers read everything.
 
     Layers with a window below max_model_len are in a group with those of the same window; all others, and the draft's,
-    in group 0, if there are any. Layers with the same keys and values are together.
+    in group 0, if there are any. Layers with the same keys and values are together. units: as in `KVLayout.of`.
     """
     kept = [window if window and window < max_model_len else 0 for window in layer_windows] or [0] * len(heads)
+    # A layer without keys and values makes no group.
+    first = next((window for window, each in zip(kept, heads, strict=True) if each.num_kv_heads), 0)
+    kept = [window if each.num_kv_heads else first for window, each in zip(kept, heads, strict=True)]
     owners = [index if each.kv_of is None else each.kv_of for index, each in enumerate(heads)]
     readers = [[kept[index] for index, owner in enumerate(owners) if owner == each] for each in owners]
     kept = [0 if 0 in each else max(each) for each in readers]
@@ -73,7 +82,7 @@ def layout_of(
         each if each.shared_with is None else replace(each, shared_with=each.shared_with + len(target))
         for each in draft_layers
     )
-    return KVLayout.of((*target, *moved), block_size, dtype, windows)
+    return KVLayout.of((*target, *moved), block_size, dtype, windows, units)
 
 
 def layers_of_heads(heads: Sequence[LayerHeads], padded: Callable[[int], int]) -> tuple[LayerKV, ...]:
@@ -99,9 +108,14 @@ class KVCache:
         num_host_blocks: int,
         device: torch.device,
         num_draft_layers: int = 0,
+        *,
+        num_state_pages: int = 0,
     ) -> None:
-        """Reserve memory for so many blocks of every KV group; the last num_draft_layers layers are the draft's."""
-        num_device_blocks *= layout.num_tables
+        """Reserve memory for so many blocks of every KV group; the last num_draft_layers layers are the draft's.
+
+        num_state_pages: pages of the device pool beside those; all pages may hold blocks and states.
+        """
+        num_device_blocks = num_device_blocks * layout.num_tables + num_state_pages
         num_host_blocks *= layout.num_tables
         self.layout = layout
         self.block_size = layout.block_size
@@ -119,6 +133,17 @@ class KVCache:
         """The draft's."""
         self.tables, self.draft_tables = layout.tables[:num_layers], layout.tables[num_layers:]
         """Of each of these layers, the block table that names its pages."""
+        none: tuple[StateMemory | None, ...] = ()
+        self.states = none if layout.states is None else layout.states.memories(self.pool)
+        """Of each of the target's layers, where its part of a recurrent state lies; empty: the model has none."""
+        on_cpu = layout.states is not None and device.type == "cpu"
+        self.state_headers = StateHeaders(self.pool) if on_cpu else None
+        """None on a GPU, and without states."""
+
+    @property
+    def pages_per_state(self) -> int:
+        """As in `Limits`."""
+        return self.layout.pages_per_state
 
     @property
     def kv_groups(self) -> tuple[GroupShape, ...]:

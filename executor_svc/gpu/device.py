@@ -15,10 +15,11 @@ from executor_svc.device.dense_rows import DenseRows
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores, is_interpreted
 from executor_svc.device.kernels import Embedding, Linear, TableEmbedding, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
+from executor_svc.device.pool_sizes import chosen_pages, least_of, with_states
 from executor_svc.device.stored_linear import FewBits, QuantRows, StoredLinear
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
-from executor_svc.gpu.latent import GpuLatentKernels
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
+from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.gpu.stored_linear import FewBitsEmbedding, GpuStoredLinear, has_kernel
 from executor_svc.plan.description import ModelGeometry
 from executor_svc.sampling.functions import RowFunctions, TorchFunctions
@@ -40,7 +41,7 @@ _HOPPER = 90, 132
 class RecordedLinear:
     """A linear layer whose calls can be recorded; implements `device.kernels.Linear`."""
 
-    def __init__(self, linear: GpuLinear | GpuStoredLinear, kernels: GpuLatentKernels) -> None:
+    def __init__(self, linear: GpuLinear | GpuStoredLinear, kernels: GpuStateKernels) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.linear = linear
         self._kernels = kernels
@@ -84,12 +85,12 @@ class GpuDevice:
         self._arch = arch
         assert config.quantization != "int4"
         self._quantization: Quantization = config.quantization
-        self._kernels = GpuLatentKernels(self.torch_device, arch, num_sms)
+        self._kernels = GpuStateKernels(self.torch_device, arch, num_sms)
         self._workspace = SumsWorkspace(self.torch_device)
         self.few_bits = FewBits()
 
     @property
-    def kernels(self) -> GpuLatentKernels:
+    def kernels(self) -> GpuStateKernels:
         return self._kernels
 
     @property
@@ -180,7 +181,12 @@ class GpuDevice:
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + kept
 
     def new_kv_cache(
-        self, geometry: ModelGeometry, config: ExecutorConfig, step_bytes: int = 0, draft: DraftLayers | None = None
+        self,
+        geometry: ModelGeometry,
+        config: ExecutorConfig,
+        step_bytes: int = 0,
+        draft: DraftLayers | None = None,
+        num_pages: int | None = None,
     ) -> KVCache:
         """Size the pools: `num_gpu_blocks`, or as many blocks as fit within --gpu-memory-utilization.
 
@@ -192,19 +198,20 @@ class GpuDevice:
         size = layout.bytes_per_block
         host_pages, page = config.num_cpu_blocks * layout.num_tables, layout.page_bytes
         beside = step_bytes + staging_blocks(host_pages, page) * page
-        blocks = config.num_gpu_blocks
-        if blocks is None:
+        pages = chosen_pages(layout, config) if num_pages is None else num_pages
+        if pages is None:
             useful = layout.useful_blocks(config.max_num_seqs, geometry.max_model_len, config.max_num_batched_tokens)
             blocks = min(max(0, self._bytes_for_kv(config, beside)) // size, useful)
-            if blocks < 1:
+            if blocks < layout.least_blocks:
                 raise DeviceError(
-                    f"not one KV block of {size} bytes fits into what --gpu-memory-utilization "
+                    f"not {least_of(layout)} fits into what --gpu-memory-utilization "
                     f"{config.gpu_memory_utilization or _SHARE} leaves of the GPU's memory after weights and steps"
                 )
-        elif blocks * size + beside > self.free_memory_bytes():
+            pages = blocks * layout.num_tables
+        elif pages * page + beside > self.free_memory_bytes():
             raise DeviceError(
-                f"--num-gpu-blocks {blocks} needs {blocks * size} bytes, steps and swaps {beside}; "
-                f"{self.free_memory_bytes()} are free on the GPU"
+                f"--num-gpu-blocks {config.num_gpu_blocks} needs {pages * page} bytes{with_states(layout, config)}, "
+                f"steps and swaps {beside}; {self.free_memory_bytes()} are free on the GPU"
             )
         host_bytes, host_free = config.num_cpu_blocks * size, int(psutil.virtual_memory().available)
         if host_bytes > host_free:
@@ -212,7 +219,11 @@ class GpuDevice:
                 f"--num-cpu-blocks {config.num_cpu_blocks} needs {host_bytes} bytes of the host's memory, {host_free} "
                 "are free"
             )
-        return GpuKVCache(layout, blocks, config.num_cpu_blocks, self.torch_device, len(draft.layers))
+        blocks, rest = divmod(pages, layout.num_tables)
+        num_draft_layers = len(draft.layers)
+        return GpuKVCache(
+            layout, blocks, config.num_cpu_blocks, self.torch_device, num_draft_layers, num_state_pages=rest
+        )
 
     def _bytes_for_kv(self, config: ExecutorConfig, beside: int) -> int:
         """Return the bytes left for the pool, after `beside` bytes and everything in memory."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.step_states import StepStates
 from executor_svc.gpu.kernels.slots.commit import IDLE, commit_step
 from executor_svc.gpu.kernels.slots.draft_layout import lay_out_drafts
 from executor_svc.gpu.kernels.slots.draft_passes import first_pass, next_pass
@@ -25,6 +26,7 @@ from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepBuffers, StepInputs, StepSizes
 from executor_svc.gpu.kernels.slots.step_inputs import build_step
 from executor_svc.gpu.slot_changes import Applied, ChangeLog
+from executor_svc.gpu.slot_states import DeviceStates
 from executor_svc.gpu.staging import Download, Fetched, StagedChanges, Upload, Words
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.limits import Limits
@@ -154,17 +156,17 @@ class DeviceSlots:
             most = StepSizes(limits.max_num_batched_tokens, seqs, seqs, seqs, limits.max_drafts)
         self.limits = limits
         self._ngrams = ngrams
-        list_words = ChangeLog.list_words(limits.num_slots)
+        own_words = ChangeLog.list_words(limits.num_slots), DeviceStates.num_words(limits)
         self.state = SlotState.empty(
             limits.num_slots,
             limits.vocab_size,
             limits.max_model_len,
             limits.max_blocks_per_seq,
             device,
-            list_words + extra_words,
+            sum(own_words) + extra_words,
             limits.num_tables,
         )
-        admitted, self.extra = self.state.extra.split((list_words, extra_words))
+        admitted, states, self.extra = self.state.extra.split((*own_words, extra_words))
         """extra: [extra_words] int32, zero at first."""
         self.buffers = StepBuffers.empty(most, limits.max_blocks_per_seq, device, limits.num_tables)
         least = most.num_words + RUN_WORDS
@@ -173,7 +175,8 @@ class DeviceSlots:
         self._upload = Upload(staging_words, device)
         self._download = Download(most.num_results, device)
         self._changes = StagedChanges()
-        self._log = ChangeLog(limits, self.state, admitted)
+        self.states = DeviceStates(limits, states)
+        self._log = ChangeLog(limits, self.state, admitted, self.states.tables)
         self._staged: _Staged | None = None
         self._adapter_places = np.zeros(limits.num_slots, np.int64)
 
@@ -216,6 +219,10 @@ class DeviceSlots:
         self._changes.write_singles(int(self.state.num_drafts.storage_offset()) + slots, counts)
         owner, at = spans(places, counts)
         self._changes.write_singles(self._log.places_of_tokens(slots[owner], at), token_ids)
+
+    def put_saves(self, states: StepStates | None) -> None:
+        """Collect what the next step may save of recurrent states; None: nothing. Of a model with states, each step."""
+        self.states.put_saves(states, self._changes)
 
     def set_adapter_places(self, places: IntArray) -> None:
         """Collect the places [num_slots] of the slots' adapters, as far as they differ from those of earlier steps."""

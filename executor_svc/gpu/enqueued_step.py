@@ -12,9 +12,11 @@ from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult, StepTimings
 from executor_svc.batch.mirror_slots import MirrorSlots, ReportedTokens
 from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.step_result import Computed, SampledTokens, make_result
 from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.sampling.step_sampling import Enqueued, Forward, StepSampling
+from executor_svc.gpu.step_states import EnqueuedStates, StepSaves
 from executor_svc.plan.arrays import IntArray
 
 
@@ -22,6 +24,8 @@ class StepOwner(Protocol):
     """Knows the order of the enqueued steps."""
 
     sampling: StepSampling
+    saves: StepSaves | None
+    """None: the model has no recurrent states."""
 
     def can_sample(self, step: GpuStep, forward: Forward) -> bool:
         """Return whether all masks of a step are there, so that its sampling would not wait."""
@@ -49,8 +53,10 @@ class GpuStep:
         clock: StepClock,
         timings: StepTimings,
         most_drafts: int,
+        states: EnqueuedStates | None,
     ) -> None:
-        """scheduled: without drafts, of which a slot has most_drafts at most. enqueued: None without work."""
+        """scheduled: without drafts, of which a slot has most_drafts at most. enqueued: None without work. states: of a
+        model that has some, with work."""
         self.most_drafts = most_drafts
         self._owner = owner
         self._plan = plan
@@ -59,6 +65,7 @@ class GpuStep:
         self._generations = generations
         self._clock = clock
         self._timings = timings
+        self._states = states
         self._launched = time.monotonic_ns()
         self._result: StepResult | None = None
 
@@ -104,7 +111,7 @@ class GpuStep:
         scheduled, computed = self._scheduled, Computed(SampledTokens(none, none, None), none)
         if self._enqueued is not None:
             scheduled, computed = self._settle(slots, self._enqueued)
-        digest = slots.digest() if self._plan.debug_digest else b""
+        digest = digest_of(slots) if self._plan.debug_digest else b""
         total_ns = self._timings.total_ns + time.monotonic_ns() - self._launched
         timings = replace(self._timings, device_ns=computed.device_ns, sample_ns=computed.sample_ns, total_ns=total_ns)
         self._result = make_result(self._plan.step_id, scheduled, computed, timings, digest)
@@ -118,6 +125,9 @@ class GpuStep:
         errors = np.where(idle, 0, committed.errors)
         taken = ReportedTokens(committed.token_ids, errors, idle, committed.positions)
         slots.settle(scheduled, self._generations, taken)
+        saves, saved = self._owner.saves, None
+        if saves is not None and self._states is not None:
+            saved = saves.settle(self._states, scheduled, committed)
         logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(committed)
         prompts = {} if enqueued.prompts is None else enqueued.prompts.wait()
         if idle.any():
@@ -127,4 +137,4 @@ class GpuStep:
         sampled = SampledTokens(committed.token_ids, committed.errors, logprobs, enqueued.candidates)
         self._owner.sampling.masks.committed(slots, scheduled, sampled)
         device_ns, sample_ns = self._clock.between()
-        return scheduled, Computed(sampled, committed.positions, prompts, device_ns, sample_ns)
+        return scheduled, Computed(sampled, committed.positions, prompts, device_ns, sample_ns, saved)

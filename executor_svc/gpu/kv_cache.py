@@ -150,11 +150,14 @@ class GpuKVCache(KVCache):
         device: torch.device,
         num_draft_layers: int = 0,
         *,
+        num_state_pages: int = 0,
         staging_bytes: int = STAGING_BYTES,
         streams: Streams | None = None,
     ) -> None:
         """Reserve memory for the blocks of all layers, and for the staging buffer if there are host blocks."""
-        super().__init__(layout, num_device_blocks, num_host_blocks, device, num_draft_layers)
+        super().__init__(
+            layout, num_device_blocks, num_host_blocks, device, num_draft_layers, num_state_pages=num_state_pages
+        )
         on_gpu = device.type == "cuda"
         self.streams: Streams = streams or (CudaStreams(device) if on_gpu else NoStreams())
         if on_gpu and num_host_blocks:

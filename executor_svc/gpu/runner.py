@@ -25,6 +25,7 @@ from executor_svc.gpu.graphs import (
 )
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
+from executor_svc.gpu.kernels.states.plan import GpuStatePlan
 from executor_svc.gpu.slot_adapters import StepAdapters
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.recorded import RecordedModel
@@ -75,6 +76,10 @@ class GpuRunner:
         self._plans = [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
         for plan in self._plans:
             plan.read_from(slots.buffers)
+        self._states, self._pool = None, kv_cache.pool
+        if isinstance(self._recorded.state_plan, GpuStatePlan):
+            self._states = self._recorded.state_plan
+            self._states.read_from(slots.buffers, slots.state, slots.states.tables, slots.states.saves)
         self._step_adapters = None if loaded.adapters is None else StepAdapters(slots, self._recorded)
         decodes, adapted, self._mixed = [], [], []
         self.drafted: list[StepSizes] = []
@@ -200,7 +205,11 @@ class GpuRunner:
         self._model.fill_ropes(inputs.positions, inputs.rope_lens, self._recorded.ropes)
         for plan in self._plans:
             plan.set_sizes(sizes.num_seqs, sizes.num_tokens, max_query_len, max_seq_len)
+        if self._states is not None:
+            self._states.begin(sizes.num_seqs, sizes.num_tokens, self._pool)
         self._recorded.run(sizes.num_tokens, 0)
+        if self._states is not None:
+            self._states.end(self._pool)
         if self._follower is not None and not drafted:
             self._follower(StepSizes(sizes.num_tokens, sizes.num_seqs, 0, 0), max_query_len, max_seq_len)
 

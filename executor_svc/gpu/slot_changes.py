@@ -31,14 +31,16 @@ class ChangeLog:
     """Translates plans into changes of the state. Keeps on the host what they depend on: block counts, limits of drafts
     and words of stop ids."""
 
-    def __init__(self, limits: Limits, state: SlotState, admitted: Tensor) -> None:
-        """admitted: `list_words` words of the state, for the list of a plan's admitted slots."""
+    def __init__(self, limits: Limits, state: SlotState, admitted: Tensor, state_tables: Tensor) -> None:
+        """Take the words of the state for the list of a plan's admitted slots, `list_words`, and [num_slots, P] for
+        the pages of recurrent states."""
         n = state.num_slots
         self._limits = limits
         self._numbers = int(state.numbers.storage_offset()) + np.arange(NUM_NUMBERS) * state.numbers.stride(0)
         self._token_ids = _RowPlaces(int(state.token_ids.storage_offset()), state.token_ids.stride(0))
         self._tables = _RowPlaces(int(state.tables.storage_offset()), state.tables.stride(0))
         self._table_words = state.tables.stride(1)
+        self._state_tables = _RowPlaces(int(state_tables.storage_offset()), state_tables.shape[1])
         self._stop_bits = _RowPlaces(int(state.stop_bits.storage_offset()), state.stop_bits.stride(0))
         # The ends of block tables, for appended blocks, and the words of stop ids that an admission must clear.
         self._places = TablePlaces(limits)
@@ -96,6 +98,7 @@ class ChangeLog:
             changes.write(self._token_ids.start(slot), ints(sequence.token_ids))
             for table, first, pages in self._places.admitted(sequence):
                 changes.write(self._tables.start(slot) + table * self._table_words + first, pages)
+            changes.write(self._state_tables.start(slot), ints(sequence.state_pages))
             self._set_stop_ids(slot, ints(sequence.sampling.stop_token_ids), changes)
 
     def _set_stop_ids(self, slot: int, token_ids: IntArray, changes: StagedChanges) -> None:

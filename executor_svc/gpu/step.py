@@ -34,6 +34,7 @@ from executor_svc.gpu.sampling.state import SlotSamplingState
 from executor_svc.gpu.sampling.step_sampling import Enqueued, Forward, StepSampling
 from executor_svc.gpu.slot_adapters import SlotAdapters
 from executor_svc.gpu.step_ranks import GpuStepRanks
+from executor_svc.gpu.step_states import EnqueuedStates, StepSaves
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.limits import Limits
@@ -72,6 +73,7 @@ class GpuStepExecutor:
         self._has_places = loaded.adapters is not None
         self.slots = MirrorSlots(limits, compared=loaded.ranks is not None)
         self._pools = pools
+        self.saves = StepSaves(self.slots) if limits.pages_per_state else None
         self._device = torch_device
         self._functions = device.functions
         self._span = Spans(torch_device.type == "cuda")
@@ -170,10 +172,10 @@ class GpuStepExecutor:
         self.sampling.apply(plan)
         self._drafting.follow(plan)
         clock = StepClock(self._device)
-        enqueued, most_drafts = self._compute(plan, scheduled, clock)
+        enqueued, most_drafts, states = self._compute(plan, scheduled, clock)
         generations = self.slots.advance(scheduled)
         timings = StepTimings(started - received_ns, 0, 0, time.monotonic_ns() - started, moves_ns)
-        step = GpuStep(self, plan, scheduled, enqueued, generations, clock, timings, most_drafts)
+        step = GpuStep(self, plan, scheduled, enqueued, generations, clock, timings, most_drafts, states)
         self._pending.append(step)
         return step
 
@@ -209,22 +211,27 @@ class GpuStepExecutor:
         given = len(plan.fork_slots) or len(plan.given_slots) or plan.debug_digest
         return bool(given or self.sampling.masks.reads_tokens(plan))
 
-    def _compute(self, plan: StepPlan, scheduled: Scheduled, clock: StepClock) -> tuple[Enqueued | Forward | None, int]:
-        """Enqueue the scheduled work, and return the most drafts of a slot too.
+    def _compute(
+        self, plan: StepPlan, scheduled: Scheduled, clock: StepClock
+    ) -> tuple[Enqueued | Forward | None, int, EnqueuedStates | None]:
+        """Enqueue the scheduled work, and return the most drafts of a slot and the recurrent states too.
 
         Returns its pending results; the model's alone if its sampling waits for masks; None without work.
         """
         if not len(scheduled.slots):
             self._device_slots.flush()
             self.sampling.state.count_admitted()
-            return None, 0
+            return None, 0, None
         clock.mark()
         self._runner.use_adapters(self._slot_adapters.choose(self.slots, scheduled))
         # Rows of prompts are found by their place in the step, which drafts before them would change.
         prompts = prompt_rows(self.slots, scheduled)
         undrafted = self.sampling.on_host | self.sampling.masks.has
         layout = self._drafting.lay_out(plan, scheduled, undrafted, none=prompts is not None)
-        longest, make_drafts = self._longest(layout.scheduled), None
+        longest, make_drafts, states = self._longest(layout.scheduled), None, None
+        if self.saves is not None:
+            states = self.saves.before(layout.scheduled, self._drafts_in_flight())
+            self._device_slots.put_saves(states.saves)
         if self._passes is not None:
             metadata = self.sampling.metadata_of(scheduled.sampling_slots)
             make_drafts = partial(self._passes.precede, layout, metadata, longest)
@@ -236,7 +243,7 @@ class GpuStepExecutor:
             scheduled, layout.scheduled, layout.sizes, prompts, logits, clock, self.sampling.masks.recorded
         )
         waits = self.sampling.waits_for_masks(scheduled.sampling_slots)
-        return forward if waits else self.sample(forward), layout.sizes.num_drafts
+        return forward if waits else self.sample(forward), layout.sizes.num_drafts, states
 
     def sample(self, forward: Forward) -> Enqueued:
         """Enqueue the sampling of the step whose model was enqueued last; if it has masks, all earlier are settled."""
@@ -246,5 +253,8 @@ class GpuStepExecutor:
     def _longest(self, scheduled: Scheduled) -> int:
         """Return an upper bound of a sequence's tokens after a step: drafts of steps in flight may each give one."""
         ends = self.slots.num_computed_tokens[scheduled.slots] + scheduled.num_tokens
-        in_flight = sum(step.most_drafts for step in self._pending)
-        return min(int(ends.max()) + in_flight, self.limits.max_model_len)
+        return min(int(ends.max()) + self._drafts_in_flight(), self.limits.max_model_len)
+
+    def _drafts_in_flight(self) -> int:
+        """Return the most drafts of a slot in steps that are not settled."""
+        return sum(step.most_drafts for step in self._pending)

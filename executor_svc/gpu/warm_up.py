@@ -113,7 +113,11 @@ def _prompts(counts: IntArray, sampling: SequenceSampling, limits: Limits) -> St
         num_blocks = -(-count // limits.block_size)
         first, *others = [[0] * (num_blocks * group.pages_per_block) for group in limits.groups]
         tables = [GroupTable(index, 0, pages) for index, pages in enumerate(others, 1)]
-        admitted.append(AdmittedSequence(slot, [0] * count, count, 0, first, sampling, group_tables=tables))
+        admitted.append(
+            AdmittedSequence(
+                slot, [0] * count, count, 0, first, sampling, group_tables=tables, state_pages=_state_pages(limits)
+            )
+        )
     return StepPlan(
         1,
         epoch=1,
@@ -122,6 +126,11 @@ def _prompts(counts: IntArray, sampling: SequenceSampling, limits: Limits) -> St
         scheduled_num_tokens=counts.tolist(),
         scheduled_samples=[True] * len(counts),
     )
+
+
+def _state_pages(limits: Limits) -> list[int]:
+    """Return the last pages of the pool, of all sequences here: where a state is garbage, its numbers are too."""
+    return list(range(limits.num_device_blocks - limits.pages_per_state, limits.num_device_blocks))
 
 
 def _each_kind(limits: Limits) -> Iterator[StepPlan]:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope, WeightRows
+from executor_svc.device.states import StateMemory, StatePlan
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
 from executor_svc.plan.description import LayerHeads
+from executor_svc.plan.state_sizes import LayerState
 
 
 class ModelConfigError(ValueError):
@@ -91,6 +93,8 @@ class CausalLM(Protocol):
     """The window of each layer's attention."""
     layer_heads: tuple[LayerHeads, ...]
     """What each layer keeps in the cache."""
+    layer_states: tuple[LayerState | None, ...]
+    """What each layer keeps of a sequence beside that; None: nothing."""
     num_layers: int
     vocab_size: int
 
@@ -109,6 +113,8 @@ class CausalLM(Protocol):
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
         tables: Sequence[int] = (),
+        states: Sequence[StateMemory | None] = (),
+        state_plan: StatePlan | None = None,
     ) -> Tensor:
         """Return hidden states [T, hidden] before the final norm; every operation is one of the device's kernels.
 
@@ -118,6 +124,8 @@ class CausalLM(Protocol):
             kv_layers: the cache of each layer, [N, 2, KVH, B, DP].
             plans: one for each of `attention_shapes`.
             tables: of each layer, the block table of the plans that names its pages; empty: the first.
+            states: the memory of each of `layer_states`; empty: the model has none.
+            state_plan: of the step, where there are states.
         """
         ...
 

@@ -53,6 +53,10 @@ class Fields:
         own = self._names.get(name, name)
         return name if own not in self._content and name in self._content else own
 
+    def having(self, name: str, value: Any) -> Fields:
+        """Return these fields with another value of one."""
+        return Fields({**self._content, self._own(name): value}, self._path, self._file, self._names)
+
     def integer(self, name: str, default: int | None = None, at_most: int | None = None) -> int:
         """Return a positive integer, up to `at_most` or 2^63 - 1; without a default the field is required."""
         value = self.get(name)

@@ -36,8 +36,9 @@ from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
 from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
-from executor_svc.models.spec import DecoderSpec, LayerSpec, bias_names, linear_shapes
+from executor_svc.models.spec import DecoderSpec, bias_names, linear_shapes
 from executor_svc.models.stacked_experts import StackedExpertWeights
+from executor_svc.models.stored_forms import with_stored_forms
 from executor_svc.plan.description import LayerHeads
 
 _log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ def _check_names(folder: Path, fields: Fields) -> None:
 
 def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
     """Return the structure as the files have it: whether the head is the table of embeddings, which biases are 0, and
-    which linears latent attention has.
+    which tensors latent attention and recurrences have.
 
     A head of its own, with other numbers than the table's, is used whatever config.json says, as in transformers. A
     bias that config.json names and the files lack is 0; of a folder, if no layer has it and others of its kind are
@@ -124,25 +125,10 @@ def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, 
             spec = replace(spec, tied=False)
         elif isinstance(weights, GgufWeights) and weights.is_tied():
             spec = replace(spec, tied=True)  # its metadata do not say so: the head may be a copy
-        spec = _with_stored_forms(weights, spec)
+        spec = with_stored_forms(spec, weights.holds)
         return replace(spec, absent_biases=_absent_biases(weights, checkpoint, spec))
     except GgufError as error:
         raise LoaderError(f"--model {config.model}: {error}") from None
-
-
-def _with_stored_forms(weights: Weights, spec: DecoderSpec) -> DecoderSpec:
-    """Return the spec with the linears that files have in layers of latent attention."""
-
-    def holds(index: int, name: str) -> bool:
-        return weights.holds(f"{LAYERS}.{index}.{name}.weight")
-
-    def stored(index: int, layer: LayerSpec) -> LayerSpec:
-        latent = layer.latent
-        if latent is not None and not holds(index, latent.heads) and holds(index, latent.by_kind[0]):
-            layer = replace(layer, latent=replace(latent, is_by_kind=True))
-        return layer
-
-    return replace(spec, layers=tuple(stored(*each) for each in enumerate(spec.layers)))
 
 
 def _absent_biases(weights: Weights, checkpoint: Checkpoint, spec: DecoderSpec) -> frozenset[str]:
@@ -264,7 +250,7 @@ def _weights(
         return found
     stored_names = TensorNames(gguf.metadata.text("general.architecture"), spec.head_size)
     weights = GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
-    weights.check_linears(linear_shapes(_with_stored_forms(weights, spec)))
+    weights.check_linears(linear_shapes(with_stored_forms(spec, weights.holds)))
     return weights
 
 
@@ -368,7 +354,7 @@ def read_scales(
 ) -> Sequence[KVScales | None]:
     """Return the scales of each layer's keys and values, for a cache in fp8, and log whether there are any."""
     scales = read_kv_scales(source, folder, names, heads, device.torch_device)
-    own = [scale for scale, layer in zip(scales, heads, strict=True) if layer.kv_of is None]
+    own = [scale for scale, layer in zip(scales, heads, strict=True) if layer.kv_of is None and layer.num_kv_heads]
     scaled = sum(each is not None for each in own)
     if scaled and scaled == len(own):
         _log.info("keys and values are in fp8, with the scales of the checkpoint")

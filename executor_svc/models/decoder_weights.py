@@ -22,8 +22,16 @@ from executor_svc.models.layers.inputs import LayerInput, TokenInputs
 from executor_svc.models.layers.latent import LatentAttention
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
 from executor_svc.models.layers.norm import LayerNorm, Norm, RmsNorm
-from executor_svc.models.linear_weight import LinearWeight, StoredPart, linear_weight, output_weight, qkv_weight
+from executor_svc.models.linear_weight import (
+    LinearWeight,
+    StoredPart,
+    head_gate_weight,
+    linear_weight,
+    output_weight,
+    qkv_weight,
+)
 from executor_svc.models.parallel.building import RankBuilder
+from executor_svc.models.recurrent_weights import RecurrentLayer, RecurrentWeights, scaled
 from executor_svc.models.spec import EMBEDDINGS, HEAD, LAYER_TABLE, TABLE, DecoderSpec, mlp_rows, qkv_rows
 
 
@@ -31,10 +39,12 @@ from executor_svc.models.spec import EMBEDDINGS, HEAD, LAYER_TABLE, TABLE, Decod
 class LayerWeights:
     """A layer, ready to run."""
 
-    attention: Attention | LatentAttention
-    mlp: Mlp
+    attention: Attention | LatentAttention | None
+    recurrent: RecurrentLayer | None
+    """In the place of attention, or beside it."""
+    mlp: Mlp | None
     before_attention: Norm | None
-    """None: the model has no such norm, here and in the following ones."""
+    """None: the layer has no such norm, here and in the following ones."""
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
@@ -43,6 +53,11 @@ class LayerWeights:
     input: LayerInput | None = None
     scalar: Tensor | None = None
     """[1]: what the layer's results are multiplied with."""
+
+    @property
+    def mixes(self) -> bool:
+        """As of `LayerSpec`."""
+        return self.attention is not None or self.recurrent is not None
 
 
 class DecoderWeights:
@@ -95,16 +110,22 @@ class DecoderWeights:
         self, index: int, shape: AttentionShape, scales: KVScales | None, columns: int | None = None
     ) -> LayerWeights:
         """Return a layer; scales: of its keys and values; columns: of q, k and v, by default the hidden size."""
-        prefix, names, scalar = f"model.layers.{index}.", self._spec.names, None
+        prefix, names, layer, scalar = f"model.layers.{index}.", self._spec.names, self._spec.layers[index], None
         if self._spec.layer_scalars:
             scalar = self._weights.get(f"{prefix}layer_scalar", (1,))
+        recurrent, attention, size = None, None, columns or self._spec.hidden_size
+        if layer.recurrent is not None:
+            recurrent = RecurrentWeights(self._spec, self._weights, self._builder).layer(prefix, layer.recurrent)
+        if layer.has_attention:
+            attention = self._attention(prefix, index, shape, scales, size)
         return LayerWeights(
-            before_attention=self._norm_if(prefix, names.before_attention),
-            attention=self._attention(prefix, index, shape, scales, columns or self._spec.hidden_size),
-            after_attention=self._norm_if(prefix, names.after_attention),
-            before_mlp=self._norm_if(prefix, names.before_mlp),
-            mlp=self._mlp(prefix, index),
-            after_mlp=self._norm_if(prefix, names.after_mlp),
+            before_attention=self._norm_if(prefix, names.before_attention if layer.mixes else None),
+            attention=attention,
+            recurrent=recurrent,
+            after_attention=self._norm_if(prefix, names.after_attention if layer.mixes else None),
+            before_mlp=self._norm_if(prefix, names.before_mlp if layer.has_mlp else None),
+            mlp=self._mlp(prefix, index) if layer.has_mlp else None,
+            after_mlp=self._norm_if(prefix, names.after_mlp if layer.has_mlp else None),
             experts_beside=self._experts_beside(prefix, index),
             input=self._layer_input(prefix),
             scalar=scalar,
@@ -185,17 +206,31 @@ class DecoderWeights:
             output_bias = self._bias(prefix + names.output, spec.hidden_size)
         if spec.layers[index].sinks:
             sinks = self._weights.get(f"{prefix}self_attn.sinks", (spec.num_heads,)).float()
+        qkv_linear = self._builder.prepare_linear("attention.qkv", qkv, qkv_bias)
+        output_linear = self._builder.prepare_linear("attention.output", output, output_bias)
+        if spec.factors is not None:
+            output_linear = scaled(output_linear, [(spec.factors.output, spec.hidden_size)], self._builder)
         return Attention(
             shape,
-            self._builder.prepare_linear("attention.qkv", qkv, qkv_bias),
-            self._builder.prepare_linear("attention.output", output, output_bias),
+            qkv_linear,
+            output_linear,
             self._head_norms(prefix, index, shape),
             scales,
             self._builder.kernels,
             sinks,
             spec.attention_gate,
             self._ranks_of_norms(),
+            self._head_gate(prefix, shape),
         )
+
+    def _head_gate(self, prefix: str, shape: AttentionShape) -> Linear | None:
+        """Return what gates heads; None: the model has no such linear."""
+        spec, builder, name = self._spec, self._builder, self._spec.names.head_gate
+        if name is None:
+            return None
+        stored = self._weights.open_linear(prefix + name, (spec.num_heads, spec.hidden_size))
+        weight = head_gate_weight(stored, builder.dtype, shape, builder.torch_device)
+        return builder.prepare_linear("attention.gate", weight)
 
     def _ranks_of_norms(self) -> HeadNormRanks | None:
         """Return the ranks whose heads are normalized together."""
@@ -247,6 +282,10 @@ class DecoderWeights:
             down_bias = self._bias(down_name, spec.hidden_size)
         first = builder.prepare_linear("mlp.gate_up", into, into_bias)
         second = builder.prepare_linear("mlp.down", down, down_bias)
+        if (factors := spec.factors) is not None:
+            size = down_shape[1]
+            first = scaled(first, [(factors.gate, size), (1.0, size)], builder)
+            second = scaled(second, [(factors.down, spec.hidden_size)], builder)
         activation = spec.activation
         if spec.gated_mlp:
             assert activation in GATED

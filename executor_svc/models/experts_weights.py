@@ -13,7 +13,7 @@ from executor_svc.device.file_rows import NotInPlaceError
 from executor_svc.device.kernels import Linear
 from executor_svc.models.base import Builder, ModelConfigError, WeightSource
 from executor_svc.models.layers.experts import ExpertChoice, Experts, ExpertsBeside
-from executor_svc.models.layers.mlp import GATED, GatedMlp, Mlp
+from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
 from executor_svc.models.layers.norm import RmsNorm
 from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.parallel.building import RankBuilder
@@ -32,7 +32,7 @@ class ExpertsWeights:
     def layer(self, prefix: str, experts: ExpertsSpec) -> Experts:
         """Return the experts of a layer; prefix: of its tensors."""
         names, hidden = experts.names, self._spec.hidden_size
-        into = into_rows(names.into, experts.intermediate_size)
+        into = into_rows(names.into, experts.intermediate_size, experts.gated)
         down = {names.down: hidden}
         shared: Mlp | None = None
         gate: Linear | None = None
@@ -106,15 +106,21 @@ class ExpertsWeights:
 
     def _shared(self, prefix: str, experts: ExpertsSpec) -> Mlp:
         names, hidden, activation = experts.names, self._spec.hidden_size, self._spec.activation
-        rows = into_rows(names.shared_into, experts.shared_size)
-        gate_up = self._linear("shared.gate_up", {prefix + name: count for name, count in rows.items()}, hidden)
-        down = self._linear("shared.down", {prefix + names.shared_down: hidden}, experts.shared_size)
+        rows, biased = into_rows(names.shared_into, experts.shared_size, experts.gated), experts.shared_biased
+        gate_up = self._linear("shared.gate_up", {prefix + name: count for name, count in rows.items()}, hidden, biased)
+        down = self._linear("shared.down", {prefix + names.shared_down: hidden}, experts.shared_size, biased)
+        if not experts.gated:
+            assert activation in PLAIN
+            return PlainMlp(gate_up, down, activation, None, self._kernels)
         assert activation in GATED
         return GatedMlp(gate_up, down, activation, self._kernels)
 
     def _activate(self, experts: ExpertsSpec) -> Callable[[Tensor], Tensor]:
-        clipped = experts.activation
+        clipped, plain = experts.activation, self._spec.activation
         if clipped is not None:
             return lambda gate_up: self._kernels.clipped_swiglu(gate_up, clipped.alpha, clipped.limit)
+        if not experts.gated:
+            assert plain in PLAIN
+            return lambda up: self._kernels.activate(up, plain)
         activations = {"silu": self._kernels.silu_mul, "gelu_tanh": self._kernels.gelu_tanh_mul}
         return activations[self._spec.activation]

@@ -79,13 +79,13 @@ def read_kv_scales(
 ) -> tuple[KVScales | None, ...]:
     """Return the scales of each layer, on the device, None without scales; prefixes: names of the layers' attention.
 
-    A layer that reads the keys and values of another one has none.
+    A layer that reads the keys and values of another one, or has no heads, has none.
 
     Raises LoaderError, naming the folder, if a layer has scales of keys or of values only.
     """
     found: list[KVScales | None] = []
     for prefix, layer in zip(prefixes, heads, strict=True):
-        if layer.kv_of is not None:
+        if layer.kv_of is not None or not layer.num_kv_heads:
             found.append(None)
             continue
         keys, values = _layer_scales(source, prefix, layer.num_kv_heads)

@@ -128,6 +128,20 @@ def output_weight(
     return LinearWeight([part], dtype, shape=size, widen=[widen])
 
 
+def head_gate_weight(
+    part: StoredPart, dtype: torch.dtype, shape: AttentionShape, device: torch.device
+) -> LinearWeight | StoredLinear:
+    """Return a weight [H, hidden] as [H * DP, hidden], each row for all columns of its head; it is dense."""
+    size = shape.num_heads * shape.padded_head_size, part.shape[1]
+
+    def widen(block: Tensor) -> Tensor:
+        return block.repeat_interleave(shape.padded_head_size, 0)
+
+    if isinstance(part, QuantRows):
+        return StoredLinear([DequantizedRows(part, dtype, device, shape=size, widen=widen)], dtype)
+    return LinearWeight([part], dtype, shape=size, widen=[widen], multiple=1)
+
+
 class QuantHeads:
     """Implements `QuantRows`: rows of heads in another order, and rows of zeros after those of each head.
 

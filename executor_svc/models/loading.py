@@ -106,6 +106,7 @@ class LoadedModel:
             num_kv_heads=shape.num_kv_heads,
             weight_bytes=own_bytes,
             layer_heads=self.model.layer_heads,
+            layer_states=self.model.layer_states,
         )
 
 
@@ -309,6 +310,7 @@ def _geometry(
         weights=device.few_bits.described(str(device.dtype).removeprefix("torch.")),
         windows=model.windows,
         layer_heads=model.layer_heads,
+        layer_states=model.layer_states,
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from executor_svc.device.adapters import AdapterRows
 from executor_svc.device.kernels import Kernels, Program
 from executor_svc.device.kv_cache import KVCache
+from executor_svc.device.states import StateKernels, StatePlan
 from executor_svc.models.adapters.places import ModelAdapters
 from executor_svc.models.base import CausalLM
 from executor_svc.models.decoder import Decoder
@@ -75,6 +76,7 @@ class RecordedModel:
         self._layers = kv_cache.draft_layers if is_draft else kv_cache.layers
         self._layer_tables = kv_cache.draft_tables if is_draft else kv_cache.tables
         self._state_layers = state_layers
+        self._memories = () if is_draft else kv_cache.states
         most, max_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.kv_cache = kv_cache  # kept alive: the programs hold its addresses
         self.token_ids, self.positions = token_ids, positions
@@ -85,6 +87,11 @@ class RecordedModel:
             kernels.new_attention_plan(shape, limits.max_model_len, most, max_seqs, limits.num_tables)
             for shape in model.attention_shapes
         ]
+        self.state_plan: StatePlan | None = None
+        """Of the recurrent layers; None: the model has none."""
+        if self._memories:
+            assert isinstance(kernels, StateKernels), "this device has no recurrent layers"
+            self.state_plan = kernels.new_state_plan(limits.pages_per_state, limits.state_tail, most, max_seqs)
         self._base = self._current = self._record(None)
         self.hidden, self.sampled_logits = self._base.hidden, self._base.sampled_logits
         self.best, self.requested_logits = self._base.best, self._base.requested_logits
@@ -129,6 +136,8 @@ class RecordedModel:
         0 skips a part.
         """
         tiles = {plan.name: plan.num_tiles for plan in self.plans}
+        if self.state_plan is not None:
+            tiles[self.state_plan.name] = self.state_plan.num_tiles
         if self._tables is not None:
             tiles |= {rows.name: rows.num_tiles for rows in (self._tables.tokens, self._tables.sampled)}
         self._current.forward.run(**{self._rows: num_tokens, self._sampled: num_sampled}, **tiles)
@@ -167,10 +176,12 @@ class RecordedModel:
 
     def _record_forward(self) -> tuple[Tensor, Tensor | None]:
         model, ropes, layers, tables = self._model, self.ropes, self._layers, self._layer_tables
+        recurrent = self._memories, self.state_plan
         if self._state_layers:
             assert isinstance(model, Decoder)
-            return model.forward_with_states(self.token_ids, ropes, layers, self.plans, self._state_layers, tables)
-        return model.forward(self.token_ids, ropes, layers, self.plans, tables), None
+            read = self._state_layers
+            return model.forward_with_states(self.token_ids, ropes, layers, self.plans, read, tables, *recurrent)
+        return model.forward(self.token_ids, ropes, layers, self.plans, tables, *recurrent), None
 
     def _with(self, rows: AdapterRows | None) -> AbstractContextManager[None]:
         if rows is None:

@@ -17,13 +17,18 @@ from executor_svc.models.families.deepseek import (
 from executor_svc.models.families.ernie import read_ernie
 from executor_svc.models.families.exaone import read_exaone4
 from executor_svc.models.families.falcon import read_falcon
+from executor_svc.models.families.falcon_h1 import read_falcon_h1
 from executor_svc.models.families.gemma import read_gemma2, read_gemma3
 from executor_svc.models.families.gemma4 import read_gemma4
 from executor_svc.models.families.glm4 import read_glm4
 from executor_svc.models.families.gpt2 import is_opt_of_one_width, read_gpt2, read_opt
 from executor_svc.models.families.gpt_oss import read_gpt_oss
-from executor_svc.models.families.granite import read_granite, read_granite_4, read_granite_swa
+from executor_svc.models.families.granite import read_granite, read_granite_swa
+from executor_svc.models.families.granite_hybrid import read_granite_4
 from executor_svc.models.families.hunyuan import read_hunyuan
+from executor_svc.models.families.kimi_linear import read_kimi_linear
+from executor_svc.models.families.lfm2 import read_lfm2, read_lfm2_moe
+from executor_svc.models.families.lfm3 import read_lfm3
 from executor_svc.models.families.llama import read_llama, read_seed_oss, read_smollm3
 from executor_svc.models.families.llama4 import read_llama4
 from executor_svc.models.families.mimo import read_mimo
@@ -40,15 +45,15 @@ from executor_svc.models.families.mixtures import (
     read_olmoe,
     read_qwen2_moe,
     read_qwen3_moe,
-    read_qwen3_next,
 )
 from executor_svc.models.families.nemotron import read_nemotron
+from executor_svc.models.families.nemotron_h import read_nemotron_h
 from executor_svc.models.families.neox import read_gpt_neox
 from executor_svc.models.families.olmo import read_olmo2, read_olmo3
 from executor_svc.models.families.phi import has_plain_heads, read_phi
 from executor_svc.models.families.phi3 import read_phi3, read_phimoe
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
-from executor_svc.models.families.qwen3_5 import read_qwen3_5
+from executor_svc.models.families.qwen3_5 import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from executor_svc.models.families.starcoder import read_starcoder2
 from executor_svc.models.families.wrapped import (
     read_gemma3_wrapped,
@@ -56,6 +61,7 @@ from executor_svc.models.families.wrapped import (
     read_kimi_wrapped,
     read_llama4_wrapped,
     read_mistral3_wrapped,
+    read_qwen3_5_moe_wrapped,
     read_qwen3_5_wrapped,
 )
 from executor_svc.models.spec import DecoderSpec
@@ -70,6 +76,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Exaone4ForCausalLM": read_exaone4,
     "ExaoneMoeForCausalLM": read_exaone_moe,
     "FalconForCausalLM": read_falcon,
+    "FalconH1ForCausalLM": read_falcon_h1,
     "GPT2LMHeadModel": read_gpt2,
     "GPTNeoXForCausalLM": read_gpt_neox,
     "Gemma2ForCausalLM": read_gemma2,
@@ -90,6 +97,10 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
     "KimiK25ForConditionalGeneration": read_kimi_wrapped,
+    "KimiLinearForCausalLM": read_kimi_linear,
+    "Lfm2ForCausalLM": read_lfm2,
+    "Lfm2MoeForCausalLM": read_lfm2_moe,
+    "Lfm3ForCausalLM": read_lfm3,
     "Llama4ForCausalLM": read_llama4,
     "Llama4ForConditionalGeneration": read_llama4_wrapped,
     "LlamaForCausalLM": read_llama,
@@ -101,6 +112,7 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
     "NemotronForCausalLM": read_nemotron,
+    "NemotronHForCausalLM": read_nemotron_h,
     "OPTForCausalLM": read_opt,
     "Olmo2ForCausalLM": read_olmo2,
     "Olmo3ForCausalLM": read_olmo3,
@@ -115,6 +127,8 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "Qwen3NextForCausalLM": read_qwen3_next,
     "Qwen3_5ForCausalLM": read_qwen3_5,
     "Qwen3_5ForConditionalGeneration": read_qwen3_5_wrapped,
+    "Qwen3_5MoeForCausalLM": read_qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": read_qwen3_5_moe_wrapped,
     "SeedOssForCausalLM": read_seed_oss,
     "SmolLM3ForCausalLM": read_smollm3,
     "Starcoder2ForCausalLM": read_starcoder2,
@@ -154,6 +168,7 @@ _MODEL_TYPES = {
     "exaone4": "Exaone4ForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
     "falcon": "FalconForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -175,6 +190,10 @@ _MODEL_TYPES = {
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "kimi_k25": "KimiK25ForConditionalGeneration",
+    "kimi_linear": "KimiLinearForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",
     "llama4_text": "Llama4ForCausalLM",
@@ -186,6 +205,7 @@ _MODEL_TYPES = {
     "mistral4": "Mistral4ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "nemotron": "NemotronForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
@@ -197,6 +217,8 @@ _MODEL_TYPES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",

@@ -9,14 +9,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from executor_svc.device.experts import Router, own_experts
 from executor_svc.device.kernels import HeadNormKind
-from executor_svc.device.ranks import WHOLE, Share
 from executor_svc.models.file_form import HEAD as HEAD
 from executor_svc.models.file_form import TABLE as TABLE
-from executor_svc.models.file_form import BesideNames, FileForm, StackedForm
-from executor_svc.models.latent_spec import LatentSpec
-from executor_svc.models.layers.experts import ClippedSwiglu
+from executor_svc.models.file_form import FileForm
+from executor_svc.models.layer_spec import ExpertNames as ExpertNames
+from executor_svc.models.layer_spec import ExpertsSpec as ExpertsSpec
+from executor_svc.models.layer_spec import LayerInputs as LayerInputs
+from executor_svc.models.layer_spec import LayerNames as LayerNames
+from executor_svc.models.layer_spec import LayerSizes as LayerSizes
+from executor_svc.models.layer_spec import LayerSpec as LayerSpec
+from executor_svc.models.layer_spec import LinearFactors as LinearFactors
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import LATER, QueryScaling, RopeConfig
 from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
@@ -27,145 +30,6 @@ LAYER_TABLE = "model.embed_tokens_per_layer"
 """The name of the table of inputs of layers in checkpoints."""
 EMBEDDINGS = "embed_tokens"
 """The table of embeddings for `models.base.Builder`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNames:
-    """The modules of a layer by their names in checkpoints. The defaults are Llama's."""
-
-    before_attention: str | None = "input_layernorm"
-    """Norms; None: the model has no such one, here and in the following three."""
-    after_attention: str | None = None
-    """Of the output of attention, before it is added to the residual."""
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three linears, or one of all three, one below the other."""
-    output: str = "self_attn.o_proj"
-    into_mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Gate and up, or one linear of both; of an MLP without gate up alone."""
-    down: str = "mlp.down_proj"
-
-    @property
-    def attention(self) -> str:
-        """The module that holds the linears of attention, sinks, and scales of keys and values."""
-        return self.qkv[0].rpartition(".")[0]
-
-    @property
-    def first(self) -> str:
-        """The module whose name in layer 0 shows what stands before `layers` in a file."""
-        return self.before_attention or self.after_attention or self.output
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """The modules of a layer of experts by their names in checkpoints; `{}` is an expert's number."""
-
-    router: str = "mlp.gate"
-    router_scale: str | None = None
-    """A tensor [hidden]: the router reads the norm of its rows times it, over the root of the hidden size."""
-    weight_scales: str | None = None
-    """A tensor [E]: factors of the weights of the chosen."""
-    choice_bias: str | None = None
-    """A tensor [E], added to scores for the choice alone."""
-    choice_bias_row: bool = False
-    """Whether it has the shape [1, E]."""
-    into: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
-    """Gate and up, or one linear of both."""
-    down: str = "mlp.experts.{}.down_proj"
-    shared_into: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
-    """Of what all tokens share, likewise."""
-    shared_down: str = "mlp.shared_experts.down_proj"
-    shared_gate: str | None = None
-    """A linear of one row, whose sigmoid multiplies what is shared."""
-    beside: BesideNames | None = None
-    """None: experts are in the place of the layer's MLP."""
-    stacked: StackedForm = field(default=StackedForm(), repr=False)
-    """Of files that have the matrices of all experts in one tensor."""
-    renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """Ends of names that tensors of a layer may also have in files, and what they are here."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsSpec:
-    """A layer's experts, in the place of its MLP or beside it; each is gated."""
-
-    router: Router
-    intermediate_size: int
-    """Of an expert."""
-    names: ExpertNames = ExpertNames()
-    router_in_float32: bool = False
-    """Whether rows and weight of the router are float32, in a narrower model too."""
-    shared_size: int = 0
-    """The intermediate size of what all tokens share; 0: nothing."""
-    biased: bool = False
-    """Whether the router and the experts have biases."""
-    activation: ClippedSwiglu | None = None
-    """None: the model's."""
-    share: Share = field(default=WHOLE, repr=False)
-    """Of a rank: it has these experts alone."""
-
-    @property
-    def own(self) -> range:
-        """The experts that there are here."""
-        return own_experts(self.router.num_experts, self.share)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSizes:
-    """The sizes that may differ between layers."""
-
-    num_kv_heads: int
-    head_size: int
-    intermediate_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInputs:
-    """An input of each layer beside the hidden states, of `size` numbers (Gemma 3n, Gemma 4).
-
-    It is made of the token's row of a table and a projection of its embedding, and added at the layer's end.
-    """
-
-    size: int
-    vocab_size: int
-    """Rows of the table."""
-    gate: str = "per_layer_input_gate"
-    """Modules of a layer by their names in checkpoints."""
-    projection: str = "per_layer_projection"
-    norm: str = "post_per_layer_input_norm"
-    from_embedding: str = "model.per_layer_model_projection"
-    """A linear for all layers."""
-    from_embedding_norm: str = "model.per_layer_projection_norm"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """The parameters that may differ between layers."""
-
-    rope: RopeConfig | None
-    """None: queries and keys are not rotated."""
-    window: int | None = None
-    """Maximum number of positions that a token attends to, its own included; None: all up to its own."""
-    sinks: bool = field(default=False, repr=False)
-    """Whether each head has one more score, of no value (gpt-oss). Not in the digest, for the weights' has its tensor:
-    those of models without stay as they were."""
-    experts: ExpertsSpec | None = None
-    """None: the layer has the model's MLP alone."""
-    chunk: int | None = field(default=None, repr=False, metadata=LATER)
-    """Positions of a chunk: a token attends to those of its own chunk; None: there are no chunks."""
-    sizes: LayerSizes | None = field(default=None, repr=False, metadata=LATER)
-    """None: those of the whole model."""
-    values_are_keys: bool = field(default=False, repr=False, metadata=LATER)
-    """Whether values are the keys before their norm and rotation: there is no linear for them."""
-    kv_of: int | None = field(default=None, repr=False, metadata=LATER)
-    """Index of an earlier layer of the same heads, whose keys and values it reads; None: it has its own."""
-    head_norms: bool = field(default=True, repr=False, metadata=LATER)
-    """Whether it has the norms of heads that the model has."""
-    latent: LatentSpec | None = field(default=None, repr=False, metadata=LATER)
-    """None: its keys and values are those of heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +69,7 @@ class DecoderSpec:
     mlp_bias: bool = False
     gated_mlp: bool = True
     """Whether the MLP multiplies the activation of one linear, the gate, with another, up."""
-    names: LayerNames = LayerNames()
+    names: LayerNames = field(default=LayerNames())
 
     rotary_pairs: int = 0
     """Leading columns of a head that the checkpoint rotates as neighbouring pairs, not as halves: their rows in the
@@ -240,6 +104,8 @@ class DecoderSpec:
     layer_scalars: bool = field(default=False, repr=False, metadata=LATER)
     """Whether each layer's results are multiplied with a number, `layer_scalar` in checkpoints."""
     layer_inputs: LayerInputs | None = field(default=None, repr=False, metadata=LATER)
+    factors: LinearFactors | None = field(default=None, repr=False, metadata=LATER)
+    """None: all are 1."""
     head_bias: bool = field(default=False, repr=False)
     """Whether logits have a bias. Not in the digest, as this and the following add tensors to that of the weights."""
     positions: LearnedPositions | None = field(default=None, repr=False)
@@ -266,6 +132,11 @@ class DecoderSpec:
     def has_latents(self) -> bool:
         """Whether keys and values of a layer are made of latents."""
         return any(layer.latent is not None for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer is recurrent: sequences have states."""
+        return any(layer.recurrent is not None for layer in self.layers)
 
     @property
     def num_layers(self) -> int:
@@ -325,8 +196,12 @@ class DecoderSpec:
         """Return sha256 over everything, besides the tensors, that the computation depends on."""
         scalings = [rope.scaling for rope in self._ropes]
         lists = [scaling.is_long(max_model_len) for scaling in scalings if isinstance(scaling, LongScaling)]
-        later = [each for part in (self, *self.layers, *self._query_scalings) for each in _later_values(part)]
+        later = [each for part in self._parts for each in _later_values(part)]
         return hashlib.sha256(repr((self, lists, later) if later else (self, lists)).encode()).digest()
+
+    @property
+    def _parts(self) -> list[Any]:
+        return [self, *self.layers, *self._layers_of_experts(), *self._query_scalings]
 
     @property
     def _query_scalings(self) -> list[QueryScaling]:
@@ -345,8 +220,10 @@ def bias_names(spec: DecoderSpec) -> list[list[list[str]]]:
     biased = [_biased_rows(spec, index) for index in layers] if spec.qkv_bias else []
     found = dict.fromkeys(name for rows in biased for name in rows)
     attention = [(name, [index for index in layers if name in biased[index]]) for name in found]
-    attention += [(names.output, list(layers))] if spec.output_bias else []
-    mlp = [(name, list(layers)) for name in (*names.into_mlp, names.down)] if spec.mlp_bias else []
+    attending = [index for index in layers if spec.layers[index].has_attention]
+    attention += [(names.output, attending)] if spec.output_bias else []
+    with_mlp = [index for index in layers if spec.layers[index].has_mlp]
+    mlp = [(name, with_mlp) for name in (*names.into_mlp, names.down)] if spec.mlp_bias else []
     return [
         [[f"model.layers.{layer}.{name}.bias" for layer in found] for name, found in kind if found]
         for kind in (attention, mlp)
@@ -372,15 +249,19 @@ def _end_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
 
 def _layer_shapes(spec: DecoderSpec, index: int) -> dict[str, tuple[int, int]]:
     hidden, names, inputs, sizes = spec.hidden_size, spec.names, spec.layer_inputs, spec.sizes(index)
-    experts, latent = spec.layers[index].experts, spec.layers[index].latent
-    if latent is None:
-        found = {name: (rows, hidden) for name, rows in qkv_rows(spec, index).items()}
+    layer = spec.layers[index]
+    experts, found = layer.experts, dict[str, tuple[int, int]]()
+    if layer.recurrent is not None:
+        found |= layer.recurrent.shapes(hidden)
+    if layer.latent is not None:
+        found |= layer.latent.shapes(hidden, spec.num_heads, names.output)
+    elif layer.has_attention:
+        found |= {name: (rows, hidden) for name, rows in qkv_rows(spec, index).items()}
         found[names.output] = (hidden, spec.num_heads * sizes.head_size)
-    else:
-        found = latent.shapes(hidden, spec.num_heads, names.output)
+        found |= {} if names.head_gate is None else {names.head_gate: (spec.num_heads, hidden)}
     if experts is not None:
         found |= dict(expert_shapes(experts, hidden))
-    if experts is None or experts.names.beside is not None:
+    if layer.has_mlp and (experts is None or experts.names.beside is not None):
         found |= {name: (rows, hidden) for name, rows in mlp_rows(spec, index).items()}
         found[names.down] = (hidden, sizes.intermediate_size)
     if inputs is not None:
@@ -401,26 +282,28 @@ def expert_shapes(experts: ExpertsSpec, hidden: int) -> Iterator[tuple[str, tupl
     for expert in experts.own:
         yield from shapes_of_expert(experts, expert, hidden)
     if experts.shared_size:
-        for name, rows in into_rows(experts.names.shared_into, experts.shared_size).items():
+        for name, rows in into_rows(experts.names.shared_into, experts.shared_size, experts.gated).items():
             yield name, (rows, hidden)
         yield experts.names.shared_down, (hidden, experts.shared_size)
 
 
 def shapes_of_expert(experts: ExpertsSpec, expert: int, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:
     """As `expert_shapes`, of one expert."""
-    for name, rows in into_rows(experts.names.into, experts.intermediate_size).items():
+    for name, rows in into_rows(experts.names.into, experts.intermediate_size, experts.gated).items():
         yield name.format(expert), (rows, hidden)
     yield experts.names.down.format(expert), (hidden, experts.intermediate_size)
 
 
-def into_rows(names: tuple[str, ...], size: int) -> dict[str, int]:
-    """Return the rows of the linears that a gated MLP begins with by their names."""
-    return _rows(names, (size, size))
+def into_rows(names: tuple[str, ...], size: int, gated: bool = True) -> dict[str, int]:
+    """Return the rows of the linears that an MLP begins with by their names."""
+    return _rows(names, (size, size) if gated else (size,))
 
 
 def qkv_rows(spec: DecoderSpec, index: int) -> dict[str, int]:
     """Return the rows of a layer's linears of q, k and v by their names in it: of those that it has."""
     layer, sizes = spec.layers[index], spec.sizes(index)
+    if not layer.has_attention:
+        return {}
     q, kv = spec.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
     q *= 2 if spec.attention_gate else 1
     if layer.kv_of is not None:

@@ -49,8 +49,11 @@ class StackedExpertWeights(SafetensorsWeights):
         self._stacks = [_Stack(experts) for experts in kinds.values()]
         for names in kinds:
             for stored, own in names.renamed:
-                found = [name for name in self._places if name.endswith(f".{stored}")]
-                self._places |= {name.removesuffix(stored) + own: self._places.pop(name) for name in found}
+                for name in [name for name in self._places if name.endswith(f".{stored}")]:
+                    renamed = name.removesuffix(stored) + own
+                    if renamed in self._places:
+                        raise LoaderError(f"model folder {folder}: tensors {name} and {renamed} are the same")
+                    self._places[renamed] = self._places.pop(name)
 
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `models.base.WeightSource`."""
@@ -130,15 +133,15 @@ class StackedExpertWeights(SafetensorsWeights):
     def _matrix(self, place: _Place, ending: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> StoredTensor:
         """Return an expert's part, of this shape, of the tensor of all; dtype None: floats of two bytes or four."""
         name = place.stack + ending
-        stored = self.require(name)
+        stored, own = self.require(name), self._places[name][1]
         if stored.shape != (place.count, *shape):
             raise LoaderError(
-                f"{stored.path}: tensor {name} has shape {list(stored.shape)}, config.json says "
+                f"{stored.path}: tensor {own} has shape {list(stored.shape)}, config.json says "
                 f"{[place.count, *shape]} for all experts of a layer"
             )
         floats = stored.dtype is not None and stored.dtype.is_floating_point and stored.dtype.itemsize >= 2
         if stored.dtype != dtype if dtype is not None else not floats:
-            raise LoaderError(f"{stored.path}: tensor {name} is {stored.stored_as}, which it cannot be")
+            raise LoaderError(f"{stored.path}: tensor {own} is {stored.stored_as}, which it cannot be")
         self._matrices.setdefault(name, set()).add(place.expert)
         alone = stored.rows_alone(range(place.expert, place.expert + 1))
         return replace(alone, name=f"{name}[{place.expert}]", shape=shape)

@@ -12,6 +12,7 @@ from cadenza_common.grammar.table import GrammarEngine
 from cadenza_common.wire.transport import MAX_STEP_LOGPROBS, PROTOCOL_VERSION
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.limits import GroupShape, Limits
+from executor_svc.plan.state_sizes import LayerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class LayerHeads:
     """What a layer keeps in the cache."""
 
     num_kv_heads: int
+    """0: it keeps no keys and values."""
     head_size: int
     kv_of: int | None = None
     """Index of an earlier layer whose keys and values it reads; None: it has its own."""
@@ -55,6 +57,8 @@ class ModelGeometry:
     """Of each layer: how many of the last positions it reads; None: all. Empty: all layers read all."""
     layer_heads: tuple[LayerHeads, ...] = ()
     """Of each layer; empty: all have num_kv_heads of head_size."""
+    layer_states: tuple[LayerState | None, ...] = ()
+    """What each layer keeps of a sequence beside keys and values; empty: none keeps anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,9 @@ class Pools(Protocol):
     @property
     def kv_groups(self) -> tuple[GroupShape, ...]: ...
 
+    @property
+    def pages_per_state(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
@@ -140,6 +147,11 @@ class Description:
     """Fields of SamplingParams that the model's files suggest."""
 
 
+def max_drafts_of(config: ExecutorConfig) -> int:
+    """Return the most drafts of a slot in one step."""
+    return 0 if config.speculative == "off" else config.num_speculative_tokens
+
+
 def limits_of(config: ExecutorConfig, geometry: ModelGeometry, pools: Pools) -> Limits:
     """Return the limits of an executor with these options, this model and these pools."""
     return Limits(
@@ -154,8 +166,9 @@ def limits_of(config: ExecutorConfig, geometry: ModelGeometry, pools: Pools) -> 
         num_device_blocks=pools.num_device_blocks,
         num_host_blocks=pools.num_host_blocks,
         max_inflight_plans=config.max_inflight_plans,
-        max_drafts=0 if config.speculative == "off" else config.num_speculative_tokens,
+        max_drafts=max_drafts_of(config),
         kv_groups=pools.kv_groups,
+        pages_per_state=pools.pages_per_state,
         adaptive_drafts=config.speculative == "auto",
     )
 

@@ -38,6 +38,8 @@ class Limits:
     """Whether sequences may have grammars."""
     kv_groups: tuple[GroupShape, ...] = ()
     """Pools are then counted in pages. Empty: one group of all layers, with one page a block."""
+    pages_per_state: int = 0
+    """Pages of the recurrent state of a sequence; 0: there is none."""
     adaptive_drafts: bool = False
     """Whether the scheduler chooses the number of drafts by what steps have cost and accepted."""
 
@@ -50,6 +52,11 @@ class Limits:
     def num_tables(self) -> int:
         """The number of a sequence's block tables: one for each strip of each group."""
         return sum(group.pages_per_block for group in self.groups)
+
+    @property
+    def state_tail(self) -> int:
+        """The number of last tokens that a recurrent state keeps apart from its matrices: one, and all drafts."""
+        return 1 + self.max_drafts
 
     @property
     def max_blocks_per_seq(self) -> int:

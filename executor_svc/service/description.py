@@ -29,6 +29,7 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
             groups=[
                 pb.KvGroup(window=group.window, pages_per_block=group.pages_per_block) for group in limits.kv_groups
             ],
+            state=pb.StateGeometry(pages_per_state=limits.pages_per_state) if limits.pages_per_state else None,
         ),
         limits=_limits(limits),
         features=sorted(_features(description)),

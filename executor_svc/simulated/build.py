@@ -39,8 +39,13 @@ def build_simulated(
     geometry = model.geometry
     groups = read_groups(config.simulate_kv_groups) if config.simulate_kv_groups else ()
     sizes = _pool_sizes(config, geometry.max_model_len, groups)
-    limits = limits_of(config, geometry, sizes)
-    limits = replace(limits, max_loras=config.max_loras, max_cpu_loras=config.max_cpu_loras, kv_groups=groups)
+    limits = replace(
+        limits_of(config, geometry, sizes),
+        max_loras=config.max_loras,
+        max_cpu_loras=config.max_cpu_loras,
+        kv_groups=groups,
+        pages_per_state=config.simulate_state_pages,
+    )
     adapters = SimulatedAdapters(limits.max_cpu_loras, costs, roots=config.adapter_roots)
     try:
         if drafts is None and config.speculative != "off":
@@ -71,4 +76,5 @@ def _pool_sizes(config: ExecutorConfig, max_model_len: int, groups: tuple[GroupS
     most = -(-max_model_len // config.block_size)
     if groups:
         most = most_pages(groups, most, config.block_size, config.max_num_batched_tokens)
+    most += config.simulate_state_pages
     return PoolSizes(config.block_size, config.num_gpu_blocks or config.max_num_seqs * most, config.num_cpu_blocks)

@@ -12,6 +12,7 @@ from cadenza_common.plan.result import LogprobColumns, SlotError, StepResult, St
 from executor_svc.batch.prompt_rows import by_slot, prompt_rows
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
 from executor_svc.plan.arrays import BoolArray
@@ -26,6 +27,7 @@ from executor_svc.simulated.hashing import U64, draw_hashes, logits_hashes
 from executor_svc.simulated.injection import InjectedDeviceError, Injection, Poison
 from executor_svc.simulated.memory import DigestPools
 from executor_svc.simulated.ranking import Ranking
+from executor_svc.simulated.states import SimulatedStates, state_width
 from executor_svc.simulated.token_choice import best_candidates, choose, prompt_columns, row_logprobs
 from executor_svc.speculation.drafting import Drafting
 from executor_svc.speculation.drafts import DraftSource
@@ -55,10 +57,14 @@ class SimulatedStepExecutor:
         """
         self.limits = limits
         self.slots = Slots(limits)
-        self.pools = DigestPools(limits.num_device_blocks, limits.num_host_blocks, limits.block_size)
+        width = state_width(limits.state_tail) if limits.pages_per_state else 0
+        self.pools = DigestPools(limits.num_device_blocks, limits.num_host_blocks, limits.block_size, width)
+        self._states = SimulatedStates(self.slots, self.pools) if limits.pages_per_state else None
         self._drafting = Drafting(self.slots, drafts)
         self._attention: SimulatedAttention | GroupedAttention = (
-            GroupedAttention(self.slots, self.pools) if limits.kv_groups else SimulatedAttention(self.slots, self.pools)
+            GroupedAttention(self.slots, self.pools, self._states)
+            if limits.kv_groups or limits.pages_per_state
+            else SimulatedAttention(self.slots, self.pools)
         )
         self._costs = costs or StepCosts()
         self._wait = wait
@@ -106,11 +112,13 @@ class SimulatedStepExecutor:
         moving = time.monotonic_ns()
         num_moved = self.pools.move(plan)
         moves_ns = time.monotonic_ns() - moving if num_moved else 0
+        if self._states is not None and plan.admitted:
+            self._states.check_admitted(plan)
         work = self._work(scheduled, num_moved)
         computed = self._compute(scheduled)
         sampled = computed.sampled
         self.slots.commit(scheduled, sampled.token_ids, sampled.valid, sampled.late)
-        digest = self.slots.digest() if plan.debug_digest else b""
+        digest = digest_of(self.slots) if plan.debug_digest else b""
         if self._costs.instant:
             ended = time.monotonic_ns()
             timings = StepTimings(
@@ -118,7 +126,11 @@ class SimulatedStepExecutor:
             )
         else:
             timings = self._pass_time(work, received_ns)
-        return make_result(plan.step_id, scheduled, computed, timings, digest)
+        result = make_result(plan.step_id, scheduled, computed, timings, digest)
+        if self._states is not None and len(scheduled.slots):
+            result.saved_slots = [slot for slot, _ in self._states.saved]
+            result.saved_positions = [position for _, position in self._states.saved]
+        return result
 
     def _compute(self, scheduled: Scheduled) -> Computed:
         """Write digests, then compute prompt logprobs and choose tokens."""
@@ -135,7 +147,8 @@ class SimulatedStepExecutor:
         sampled = accept_drafts(self.slots, scheduled, self._choose(scheduled, hashes))
         rows = scheduled.rows
         positions = self.slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead)
-        return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
+        ended = time.monotonic_ns()
+        return Computed(sampled, positions, prompts, device_ns=forward_done - began, sample_ns=ended - forward_done)
 
     def _logits(self, scheduled: Scheduled) -> U64:
         """Return [Q] the logits hash of each of scheduled.rows: its own, or its source's for a fork."""

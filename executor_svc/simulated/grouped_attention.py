@@ -17,12 +17,15 @@ from executor_svc.plan.arrays import IntArray
 from executor_svc.sampling.splitmix64 import mix
 from executor_svc.simulated.hashing import U64, contributions, position_keys, token_hashes
 from executor_svc.simulated.memory import DigestPools
+from executor_svc.simulated.states import SimulatedStates
 
 
 class GroupedAttention:
     """As `SimulatedAttention`, over the tables of several groups."""
 
-    def __init__(self, slots: Slots, pools: DigestPools) -> None:
+    def __init__(self, slots: Slots, pools: DigestPools, states: SimulatedStates | None = None) -> None:
+        """states: of the recurrent layers, which are compared too; None: there are none."""
+        self._states = states
         self._slots = slots
         self._pools = pools
         shapes = slots.limits.groups
@@ -31,17 +34,23 @@ class GroupedAttention:
         self._keys = position_keys(np.arange(slots.limits.max_model_len + 1))
         self.adapter_keys: U64 = np.zeros(slots.limits.num_slots, np.uint64)
         """By slot: `hashing.adapter_key` of its adapter."""
+        if states is not None:
+            states.adapter_keys = self.adapter_keys
 
     def write(self, scheduled: Scheduled) -> None:
         """Write the digests of all scheduled tokens; a slot that reads wrong KV writes wrong digests."""
         starts = self._slots.num_computed_tokens[scheduled.slots]
         ends = starts + scheduled.num_tokens
         chunks = list(zip(scheduled.slots.tolist(), starts.tolist(), ends.tolist(), strict=True))
+        if self._states is not None:
+            self._states.step(scheduled)
         for slot, start, end in chunks:
             self._write(slot, start, self._digests(slot, end)[start:])
         for slot, start, end in chunks:
             digests = self._digests(slot, end)
             error = self._errors(slot, digests, start)[start:].sum(dtype=np.uint64)
+            if self._states is not None:
+                error = np.append(error, self._states.errors[slot]).sum(dtype=np.uint64)
             if error:
                 self._write(slot, start, digests[start:] + error)
 
@@ -52,6 +61,8 @@ class GroupedAttention:
             digests = self._digests(slot, length)
             # An array: numpy warns of sums of scalars beyond 64 bits.
             read = np.append(contributions(digests, self._keys[:length]), self._errors(slot, digests, length - 1)[-1:])
+            if self._states is not None:
+                read = np.append(read, self._states.errors[slot])
             sums[index] = read.sum(dtype=np.uint64)
         return sums
 
@@ -72,7 +83,10 @@ class GroupedAttention:
     def _write(self, slot: int, start: int, digests: U64) -> None:
         index, offsets = np.divmod(np.arange(start, start + len(digests)), self._pools.block_size)
         for table, (group, strip, _) in enumerate(self._strips):
-            self._pools.device[self._slots.tables[slot, table, index], offsets] = digests + _salt(group, strip)
+            pages = self._slots.tables[slot, table, index]
+            self._pools.device[pages, offsets] = digests + _salt(group, strip)
+            if self._states is not None:
+                self._pools.spoil_states(pages)
 
     def _errors(self, slot: int, digests: U64, start: int) -> U64:
         """Return [length] by row what its reads differ from what its tokens give; rows before `start` are not read."""

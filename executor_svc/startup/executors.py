@@ -95,7 +95,8 @@ def make_runner(
 
 
 def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig, draft: Draft | None = None) -> None:
-    """Run the largest steps on a GPU, with an executor of the same options but a cache of one block.
+    """Run the largest steps on a GPU, with an executor of the same options but a cache of one block and
+    recurrent state.
 
     draft: runs in the same steps.
 
@@ -104,8 +105,9 @@ def run_trial(loaded: LoadedModel, device: Device, config: ExecutorConfig, draft
     from executor_svc.gpu.warm_up import run_largest_steps
 
     config = config.model_copy(update={"num_gpu_blocks": 1, "num_cpu_blocks": 0})
+    one_state = config.model_copy(update={"max_num_seqs": 1})
     try:
-        pools = device.new_kv_cache(loaded.own_geometry, config, 0, None if draft is None else draft.layers)
+        pools = device.new_kv_cache(loaded.own_geometry, one_state, 0, None if draft is None else draft.layers)
         limits = limits_of(config, loaded.geometry, pools)
         model = model_on_gpu(draft, device)
         run_largest_steps(make_executor(loaded, device, pools, limits, enforce_eager=True, draft_model=model))

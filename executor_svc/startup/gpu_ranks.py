@@ -91,13 +91,11 @@ class _RankPart:
         assert pools is not None
         if pools.num_device_blocks == num_pages:
             return pools
-        num_blocks = num_pages // pools.layout.num_tables
         del pools  # or both would have to fit
         gc.collect()
         if self.device.torch_device.type == "cuda":
             torch.cuda.empty_cache()
-        config = self.config.model_copy(update={"num_gpu_blocks": num_blocks})
-        return self.device.new_kv_cache(self.loaded.own_geometry, config, 0)
+        return self.device.new_kv_cache(self.loaded.own_geometry, self.config, 0, None, num_pages)
 
 
 def build_first_on_gpus(config: ExecutorConfig, device: Device, leader: Leader) -> tuple[GpuStepExecutor, Description]:

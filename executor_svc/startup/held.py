@@ -111,8 +111,7 @@ def fewest_blocks(
     """Return the pools, or smaller ones if another rank has room for fewer blocks."""
     if pools.num_device_blocks == held.num_device_blocks:
         return pools
-    config = config.model_copy(update={"num_gpu_blocks": held.num_device_blocks // pools.layout.num_tables})
-    return device.new_kv_cache(loaded.own_geometry, config, 0, draft)
+    return device.new_kv_cache(loaded.own_geometry, config, 0, draft, held.num_device_blocks)
 
 
 def limit_adapters(adapters: ModelAdapterLoader | None, held: Held) -> None:

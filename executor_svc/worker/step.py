@@ -16,9 +16,12 @@ from cadenza_common.plan.result import LogprobColumns, SlotError, StepResult, St
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
+from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.slots import Slots
+from executor_svc.batch.state_steps import check_admitted_states, states_of_step
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
 from executor_svc.device.interface import is_device_lost, is_out_of_memory
+from executor_svc.device.state_layout import StateHeaders
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.limits import Limits
 from executor_svc.sampling.functions import RowFunctions
@@ -78,6 +81,7 @@ class StepExecutor:
         self._drafting = Drafting(self.slots, drafts)
         self._runner = runner
         self._pools = pools
+        self._headers = pools.state_headers
         self._ranks: StepRanks = ranks or Alone()
 
     def clear(self) -> None:
@@ -111,7 +115,8 @@ class StepExecutor:
     def execute(self, plan: StepPlan, received_ns: int) -> StepResult:
         """Run one step; received_ns is the plan's arrival on the monotonic clock.
 
-        Raises InvalidPlan before anything is computed or moved, and any error of the device.
+        Raises InvalidPlan before anything is computed, and before anything is moved but for states that do not stand
+        where the plan says; and any error of the device.
         """
         try:
             return self._execute(plan, received_ns)
@@ -125,6 +130,8 @@ class StepExecutor:
             scheduled = self._ranks.agreed(plan, self.slots, lambda: self._apply(plan))
         with self._span("move blocks"):
             moves_ns = move_blocks(self._pools, plan)
+            if self._headers is not None:
+                check_admitted_states(self.slots, plan, self._headers)
         with self._span("draft"):
             # Only now: a draft model writes to blocks.
             self._drafting.follow(plan)
@@ -138,9 +145,12 @@ class StepExecutor:
         sampled = computed.sampled
         with self._span("commit"):
             self.slots.commit(scheduled, sampled.token_ids, sampled.valid, sampled.late)
+            if self._headers is not None:
+                ends = starts + np.maximum(0, scheduled.num_tokens - self.limits.state_tail)
+                self.slots.states.made(scheduled.slots, ends)
             if self.grammars is not None:
                 self.grammars.committed(self.slots, scheduled, sampled)
-            digest = self.slots.digest() if plan.debug_digest else b""
+            digest = digest_of(self.slots) if plan.debug_digest else b""
         with self._span("draft"):
             self._drafting.committed(scheduled, starts)
         ended = time.monotonic_ns()
@@ -159,7 +169,8 @@ class StepExecutor:
         """Run the model over the scheduled tokens, then compute prompt logprobs and sample."""
         with self._span("inputs"):
             places = None if self.adapters is None else self.adapters.places_of(self.slots)
-            batch = build_batch(self.slots, scheduled, places)
+            states = None if self._headers is None else states_of_step(self.slots, scheduled, self._headers)
+            batch = build_batch(self.slots, scheduled, places, states)
         none = scheduled.slots[:0]
         sampled, positions = SampledTokens(none, none, None), none
         if batch is None:
@@ -179,7 +190,9 @@ class StepExecutor:
                 rows = scheduled.rows
                 positions = self.slots.num_tokens[rows.slots] + (0 if rows.ahead is None else rows.ahead)
                 sampled = self._ranks.sampled(lambda: self._sample(logits, best, scheduled, masks))
-        return Computed(sampled, positions, prompts, forward_done - began, time.monotonic_ns() - forward_done)
+        sample_ns = time.monotonic_ns() - forward_done
+        saved = None if states is None else states.saved
+        return Computed(sampled, positions, prompts, forward_done - began, sample_ns, saved)
 
     def _sample(self, logits: Tensor, best: IntArray, scheduled: Scheduled, masks: RowMasks | None) -> SampledTokens:
         sampled = choose(logits.contiguous(), best, self.slots, scheduled, self._runner.functions, masks)
@@ -213,6 +226,11 @@ class StepExecutor:
 
 class BlockPools(Protocol):
     """Moves blocks, as `device.kv_cache.KVCache` does. Ids are lists or int64 tensors."""
+
+    @property
+    def state_headers(self) -> StateHeaders | None:
+        """Where the recurrent states in its pages stand; None without such."""
+        ...
 
     def copy(self, sources: list[int], destinations: list[int]) -> None: ...
     def swap_out(self, device_ids: list[int], host_ids: list[int]) -> None: ...

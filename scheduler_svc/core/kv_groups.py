@@ -4,6 +4,8 @@ All groups have the same block size in tokens. What the core calls a block is on
 pages of the group without a window as long as somebody holds the block, those of each window group as long as somebody
 may still read them there (docs/decisions/0061). Lanes of one group without a window and one page a block have none of
 this: a block is a page.
+
+A sequence of a model with recurrent layers has one state besides, in pages of the same pool (docs/decisions/0071).
 """
 
 from __future__ import annotations
@@ -42,6 +44,21 @@ class GroupSizes:
     """The most tokens of a sequence in one step."""
     most_ahead: int
     """The most tokens behind its computed ones for which a sequence holds pages."""
+    state_pages: int = 0
+    """Pages of the recurrent state of a sequence; 0: there is none."""
+
+    @property
+    def extra_pages(self) -> tuple[int, ...]:
+        """Pages of what a cached block may have beside its KV without a window: in each window group, then of a state
+        behind it."""
+        in_windows = tuple(group.pages_per_block for group in self.windows)
+        return (*in_windows, self.state_pages) if self.state_pages else in_windows
+
+    @property
+    def extra_reads(self) -> tuple[int, ...]:
+        """By each of these, the most full blocks that must have it so that a sequence can go on behind the last."""
+        in_windows = tuple(self.num_read(group.window or 0) for group in self.windows)
+        return (*in_windows, 1) if self.state_pages else in_windows
 
     @property
     def block_pages(self) -> int:
@@ -66,11 +83,12 @@ class GroupSizes:
 
     @property
     def interval(self) -> int:
-        """Blocks from one window to the next of those that are kept in the middle of a long prefix.
+        """Blocks from one window, and one saved state, to the next of those in the middle of a long prefix.
 
-        A power of two of tokens, at which windows take about as many pages as the prefix without them.
+        A power of two of tokens, at which they take about as many pages as the prefix without them.
         """
-        num_pages = sum(group.pages_per_block * self.num_read(group.window or 0) for group in self.windows)
+        num_pages = self.state_pages
+        num_pages += sum(group.pages_per_block * self.num_read(group.window or 0) for group in self.windows)
         if not self.full_pages:
             return max(1, _INTERVAL_WITHOUT_FULL // self.block_size)
         num_tokens = num_pages * self.block_size // self.full_pages
@@ -93,8 +111,8 @@ class GroupSizes:
         return (self.num_kept(window) + chunk - 2) // self.block_size + 2
 
     def num_pages(self, num_blocks: int, chunk: int = 1) -> int:
-        """Pages of the first blocks of a sequence that is to compute chunks of so many tokens."""
-        num_pages = self.full_pages * num_blocks
+        """Pages of the first blocks and the state of a sequence that is to compute chunks of so many tokens."""
+        num_pages = self.full_pages * num_blocks + self.state_pages
         for group in self.windows:
             num_pages += group.pages_per_block * min(num_blocks, self.quota(group.window or 0, chunk))
         return num_pages
@@ -112,14 +130,19 @@ class GroupSizes:
 
 
 def group_sizes(
-    groups: Ids[KVGroup], block_size: int, max_num_batched_tokens: int, max_drafts: int = 0
+    groups: Ids[KVGroup],
+    block_size: int,
+    max_num_batched_tokens: int,
+    max_drafts: int = 0,
+    pages_per_state: int = 0,
 ) -> GroupSizes | None:
-    """The sizes of an executor with these groups; None: a block is a page."""
-    if not groups or (len(groups) == 1 and groups[0].window is None and groups[0].pages_per_block == 1):
+    """The sizes of an executor with these groups and such a state; None: a block is a page, and there is no state."""
+    groups = groups or (KVGroup(0),)
+    if not pages_per_state and len(groups) == 1 and groups[0].window is None and groups[0].pages_per_block == 1:
         return None
     windows = tuple(group for group in groups if group.window is not None)
     full_pages = sum(group.pages_per_block for group in groups if group.window is None)
     longest = max((group.window or 0 for group in windows), default=0)
     most = min(max_num_batched_tokens, max(_MIN_CHUNK, 2 * longest)) if windows else max_num_batched_tokens
     most_ahead = max(most, block_size + (1 + _SPARE_TOKENS) * (1 + max_drafts))
-    return GroupSizes(block_size, full_pages, windows, most, most_ahead)
+    return GroupSizes(block_size, full_pages, windows, most, most_ahead, pages_per_state)

@@ -167,11 +167,15 @@ class ExecutorSpec:
     """Names of features that it lacks: see `core.placement.candidates`."""
     kv_groups: tuple[KVGroup, ...] = ()
     """Its KV groups; empty: one of all layers without a window, with one page a block."""
+    pages_per_state: int = 0
+    """Pages of the recurrent state of a sequence; 0: there is none."""
     group_sizes: GroupSizes | None = field(init=False, repr=False, compare=False)
     """What its groups take; None: a block is a page. It is made once, as each request asks."""
 
     def __post_init__(self) -> None:
-        sizes = group_sizes(self.kv_groups, self.block_size, self.max_num_batched_tokens, self.max_drafts)
+        sizes = group_sizes(
+            self.kv_groups, self.block_size, self.max_num_batched_tokens, self.max_drafts, self.pages_per_state
+        )
         object.__setattr__(self, "group_sizes", sizes)
 
     def footprint(self, num_tokens: int, chunk: int = 1) -> int:

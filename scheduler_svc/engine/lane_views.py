@@ -92,7 +92,8 @@ def _group_pages(lane: Lane, sequence: Sequence) -> tuple[GroupPages, ...]:
     table = sequence.host_block_ids or sequence.block_ids
     held = [GroupPages(0, tuple(chain.from_iterable(map(pool.full_pages_of, table))))] if sizes.full_pages else []
     windows = sequence.windows or [range(0)] * len(sizes.windows)
-    for of_blocks, window in zip(pool.windows, windows, strict=True):
+    # Behind the windows a pool has the snapshots of states.
+    for of_blocks, window in zip(pool.windows[: len(windows)], windows, strict=True):
         pages = chain.from_iterable(of_blocks[block_id] for block_id in table[window.start : window.stop])
         held.append(GroupPages(window.start, tuple(pages)))
     return tuple(held)

@@ -34,6 +34,7 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         num_host_blocks=kv.num_host_blocks,
         bytes_per_block=kv.bytes_per_block,
         kv_groups=kv_groups_from_wire(kv.groups),
+        pages_per_state=_pages_per_state(kv),
         num_slots=limits.num_slots,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -78,6 +79,18 @@ def kv_groups_from_wire(messages: Iterable[pb.KvGroup]) -> tuple[KVGroup, ...]:
 def kv_groups_to_wire(groups: Iterable[KVGroup]) -> list[pb.KvGroup]:
     """Return the wire form of KV groups."""
     return [pb.KvGroup(window=group.window or 0, pages_per_block=group.pages_per_block) for group in groups]
+
+
+def _pages_per_state(message: pb.KvGeometry) -> int:
+    """Return the pages of a state, 0 without one; raises ProtocolError for a state of no pages."""
+    if message.HasField("state") and not message.state.pages_per_state:
+        raise ProtocolError("the executor's description has a state with pages_per_state 0")
+    return message.state.pages_per_state
+
+
+def state_to_wire(pages_per_state: int) -> pb.StateGeometry | None:
+    """Return the wire form of a state's size; None: there is no state."""
+    return pb.StateGeometry(pages_per_state=pages_per_state) if pages_per_state else None
 
 
 def _grammar_engine(message: pb.DescribeResponse) -> bytes:

@@ -57,6 +57,8 @@ class ModelDescription:
     """Bytes of KV per block, over all layers, or with `kv_groups` per page; 0: unknown."""
     kv_groups: tuple[KVGroup, ...] = ()
     """Its KV groups; empty: one of all layers without a window, with one page a block."""
+    pages_per_state: int = 0
+    """Pages of the recurrent state of a sequence; 0: there is none."""
     shares_prefixes: bool = True
     """Whether a token's KV depends only on the tokens before it."""
     can_copy: bool = True
@@ -81,7 +83,9 @@ class ModelDescription:
     @property
     def num_kv_tokens(self) -> int:
         """Number of tokens of one sequence whose KV the device pool holds; with KV groups at most max_model_len."""
-        sizes = group_sizes(self.kv_groups, self.block_size, self.max_num_batched_tokens)
+        sizes = group_sizes(
+            self.kv_groups, self.block_size, self.max_num_batched_tokens, pages_per_state=self.pages_per_state
+        )
         if sizes is None:
             return self.num_device_blocks * self.block_size
         return sizes.capacity(self.num_device_blocks, self.max_model_len)

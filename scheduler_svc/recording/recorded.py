@@ -48,6 +48,7 @@ def executor_message(spec: ExecutorSpec) -> pb.RecordedExecutor:
         max_cpu_loras=spec.max_cpu_loras,
         grammar_engine=spec.grammar_engine,
         kv_groups=kv_groups_to_wire(spec.kv_groups),
+        pages_per_state=spec.pages_per_state,
     )
 
 
@@ -71,6 +72,7 @@ def executor_spec(message: pb.RecordedExecutor) -> ExecutorSpec:
         max_cpu_loras=message.max_cpu_loras,
         grammar_engine=message.grammar_engine,
         kv_groups=kv_groups_from_wire(message.kv_groups),
+        pages_per_state=message.pages_per_state,
     )
 
 

@@ -18,7 +18,7 @@ from cadenza_common.wire.transport import PROTOCOL_VERSION
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterEvent, AdapterLoaded
 from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, SessionEnd
 from scheduler_svc.executors.adapters import loaded_message
-from scheduler_svc.executors.convert import kv_groups_to_wire
+from scheduler_svc.executors.convert import kv_groups_to_wire, state_to_wire
 from scheduler_svc.plan_loop.ports import ModelDescription
 from scheduler_svc.recording.recorded import event_message, executor_message, request_message
 
@@ -260,6 +260,7 @@ def _description(model: ModelDescription) -> execution_pb2.DescribeResponse:
             bytes_per_block=model.bytes_per_block,
             num_groups=max(1, len(model.kv_groups)),
             groups=kv_groups_to_wire(model.kv_groups),
+            state=state_to_wire(model.pages_per_state),
         ),
         limits=execution_pb2.ExecutorLimits(
             num_slots=model.num_slots,

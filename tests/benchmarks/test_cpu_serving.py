@@ -22,7 +22,8 @@ from benchmarks.common.checkpoints import DEMO_MODEL
 from benchmarks.common.rows import BenchmarkError
 from benchmarks.common.workload import Request, decode_workload, make_workload, poisson_arrivals
 from benchmarks.peers import llama_cpp, vllm_offline
-from benchmarks.peers.gguf_file import gguf_of, neighbours, tensor_name
+from benchmarks.peers.gguf_families import FAMILIES
+from benchmarks.peers.gguf_file import gguf_of, neighbours
 from benchmarks.peers.process import peer_process
 from benchmarks.peers.transformers import TIE, _compare
 from benchmarks.serving import vllm_server
@@ -243,9 +244,11 @@ def test_llama_batches_are_kept_full() -> None:
 
 
 def test_gguf_names_and_row_order() -> None:
-    assert tensor_name("model.layers.12.self_attn.q_proj.weight") == "blk.12.attn_q.weight"
-    assert tensor_name("model.embed_tokens.weight") == "token_embd.weight"
-    assert tensor_name("model.layers.3.self_attn.k_norm.weight") == "blk.3.attn_k_norm.weight"
+    assert FAMILIES["qwen3"].tensor_name("model.layers.12.self_attn.q_proj.weight") == "blk.12.attn_q.weight"
+    assert FAMILIES["qwen3"].tensor_name("model.embed_tokens.weight") == "token_embd.weight"
+    assert FAMILIES["qwen3"].tensor_name("model.layers.3.self_attn.k_norm.weight") == "blk.3.attn_k_norm.weight"
+    assert FAMILIES["lfm2"].tensor_name("model.layers.0.conv.conv.weight") == "blk.0.shortconv.conv.weight"
+    assert FAMILIES["qwen3_5_text"].tensor_name("model.layers.1.linear_attn.A_log") == "blk.1.ssm_a"
     weight = numpy.arange(16).reshape(16, 1)
     # Two heads of 8 rows: row i and the one half a head on become neighbours.
     assert neighbours(weight, 2)[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
@@ -253,7 +256,7 @@ def test_gguf_names_and_row_order() -> None:
 
 def test_gguf_is_for_some_families_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
-    with pytest.raises(ValueError, match="gpt2 model; this converts llama and qwen3 only"):
+    with pytest.raises(ValueError, match="gpt2 model; this converts llama and qwen3 and"):
         gguf_of(tmp_path, tmp_path)
 
 

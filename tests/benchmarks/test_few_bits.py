@@ -31,6 +31,7 @@ from benchmarks.serving.step_work import (
     rounded_weights,
 )
 from executor_svc.cpu.kernels.codegen.isa import forced_isa
+from executor_svc.device.kv_layout import KVLayout, LayerKV
 from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from tests.checkpoints import make_checkpoint
 
@@ -44,8 +45,8 @@ def test_a_checkpoints_gguf_file_is_the_same_model(family: str, tmp_path: Path) 
     folder = make_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, **shape)
     path = gguf_of(folder, tmp_path)
     assert path == gguf_path(folder, tmp_path)
-    batch = step_batch([(5, 1), (0, 9)])
-    found = [make_runner(model, 1).runner.forward(batch).clone() for model in (folder, path)]
+    loaded = [make_runner(model, 1) for model in (folder, path)]
+    found = [each.runner.forward(step_batch([(5, 1), (0, 9)], each.layout)).clone() for each in loaded]
     assert torch.equal(*found)
     assert [each.name for each in tmp_path.iterdir() if each.suffix == ".part"] == []
 
@@ -135,7 +136,7 @@ def test_a_peer_without_such_weights_is_refused(options: str, message: str, caps
 def test_openvinos_groups_divide_the_columns() -> None:
     assert {shape: int4_group(config) for shape, config in SHAPES.items()} == {
         "10m": 128, "135m": 32, "135m-131k": 32, "qwen3-0.6b": 128, "1b": 128,
-        "olmoe-4l": 128, "qwen3-30b-a3b-3l": 128,
+        "olmoe-4l": 128, "qwen3-30b-a3b-3l": 128, "qwen3.5-0.8b": 128, "lfm2.5-1.2b": 128,
     }  # fmt: skip
     assert weights_text("int4", SHAPES["135m"]).startswith("int4 by groups of 32, symmetric")
     # The head's size may be given: 3 heads of 32 are 96 columns.
@@ -208,5 +209,6 @@ def test_a_mixtures_work_counts_the_experts_that_rows_choose() -> None:
 
 
 def test_more_sequences_than_blocks_are_refused() -> None:
+    layout = KVLayout.of([LayerKV(1, 16)], 16, torch.float32)
     with pytest.raises(BenchmarkError, match="64 sequences take 832 blocks, of 560"):
-        step_batch([(192, 1)] * 64)
+        step_batch([(192, 1)] * 64, layout)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
+from executor_svc.batch.slot_states import check_folded
+from executor_svc.batch.step_states import StepStates
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.adapters import NO_PLACE
@@ -74,12 +76,13 @@ class Tokens:
     """Tokens of the prompt: rotary embeddings that depend on the length know it from the first chunk on."""
     place: int = NO_PLACE
     """Of its adapter."""
+    state: list[int] = field(default_factory=list)
+    """The pages of its recurrent state."""
 
 
 def spoil(cache: KVCache) -> None:
     """Let all that lies on the device be NaN, in any dtype: whoever reads what was not written is found out."""
-    for layer in (*cache.layers, *cache.draft_layers):
-        layer.view(torch.uint8).fill_(0xFF)
+    cache.pool.fill_(0xFF)
 
 
 class Driver:
@@ -95,15 +98,19 @@ class Driver:
         self.forget()
         limits = limits_of(config, loaded.geometry, self.cache)
         self.runner = ModelRunner(loaded.model, device, self.cache, limits, adapters=loaded.adapters)
-        num_tables = limits.num_tables
-        self._free = list(range(self.cache.num_device_blocks // num_tables))
+        num_tables, num_states = limits.num_tables, limits.max_num_seqs if limits.pages_per_state else 0
+        own = (self.cache.num_device_blocks - num_states * limits.pages_per_state) // num_tables * num_tables
+        self._free = list(range(own // num_tables))
         self._free_host = list(range(self.cache.num_host_blocks // num_tables))
         self._users: Counter[int] = Counter()
         random.Random(seed).shuffle(self._free)
         pages = list(range(self.cache.num_device_blocks))
-        if num_tables > 1:
+        if num_tables > 1 or num_states:
             random.Random(seed).shuffle(pages)
-        self._pages = torch.tensor(pages).view(-1, num_tables)
+        per_state = limits.pages_per_state
+        self._state_pages = [pages[own + index * per_state :][:per_state] for index in range(num_states)]
+        self._tail = limits.state_tail
+        self._pages = torch.tensor(pages[:own]).view(-1, num_tables)
         self._host_pages = torch.arange(self.cache.num_host_blocks).view(-1, num_tables)
         self._windows = [group.window for group in limits.groups for _ in range(group.pages_per_block)]
         self._gives_back = gives_back
@@ -116,7 +123,9 @@ class Driver:
         """Give a sequence's blocks back, to be reused last in first out; their content stays as garbage."""
         self._users.subtract(sequence.blocks)
         self._free.extend(block for block in sequence.blocks if not self._users[block])
-        sequence.blocks, sequence.num_computed = [], 0
+        if sequence.state:
+            self._state_pages.append(sequence.state)
+        sequence.blocks, sequence.state, sequence.num_computed = [], [], 0
 
     def share(self, source: Tokens, target: Tokens) -> None:
         """Let a sequence that has nothing begin with what both begin with: whole blocks, all but its last token.
@@ -124,6 +133,7 @@ class Driver:
         What a prefix hit does, and for the rest of the common tokens what a fork does: a copy of the block they are in.
         """
         assert not target.blocks
+        assert not self._state_pages, "a state is that of one position"
         pairs = zip(source.tokens[: source.num_computed], target.tokens[:-1], strict=False)
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         whole = common // self.block_size
@@ -137,6 +147,7 @@ class Driver:
     def swap(self, sequence: Tokens) -> None:
         """Move a sequence's blocks to the host, let others overwrite them, and bring it back to other blocks."""
         kept, count = sequence.num_computed, len(sequence.blocks)
+        assert not sequence.state, "states are not swapped here"
         host, old = self._free_host[:count], sequence.blocks
         self.cache.swap_out(self._pages[old].flatten(), self._host_pages[host].flatten())
         self.release(sequence)
@@ -186,6 +197,8 @@ class Driver:
             )
         places = np.repeat([sequence.place for sequence, _ in work], [count for _, count in work])
         batch = replace(batch, adapter_places=places)
+        if self._state_pages or work[0][0].state:
+            batch = replace(batch, states=self._states([sequence for sequence, _ in work], chunks))
         if logits == "last":
             batch = replace(batch, logits_rows=batch.query_start_loc[1:].long() - 1)
         rows = batch.logits_rows.clone() if logits == "asked" else batch.logits_rows
@@ -196,6 +209,26 @@ class Driver:
                 self._give_back(sequence)
         sizes = [1 if logits == "last" else count for _, count in work]
         return list(torch.split(out, sizes))
+
+    def _states(self, sequences: Sequence[Tokens], chunks: Sequence[tuple[int, int]]) -> StepStates:
+        for sequence in sequences:
+            sequence.state = sequence.state or self._state_pages.pop()
+        tables = np.array([sequence.state for sequence in sequences], np.int32)
+        context, counts = np.array(chunks).T
+        assert self.cache.state_headers is not None
+        folded = self.cache.state_headers.read(tables, context)
+        check_folded(np.arange(len(chunks)), folded, context, self._tail)
+        none = torch.zeros(0, dtype=torch.int32)
+        return StepStates(
+            tables=torch.from_numpy(tables),
+            context_lens=torch.tensor(context, dtype=torch.int32),
+            folded=torch.tensor(folded, dtype=torch.int32),
+            ends=torch.tensor(context + np.maximum(0, counts - self._tail), dtype=torch.int32),
+            save_starts=torch.zeros(len(chunks) + 1, dtype=torch.int32),
+            save_positions=none,
+            save_tables=none.view(0, tables.shape[1]),
+            saved_slots=np.zeros(0, np.int64),
+        )
 
 
 class Model:

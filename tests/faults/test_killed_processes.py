@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cadenza import LLM, Client, SamplingParams
 from cadenza.errors import RequestLostError
-from tests.checkpoints import make_llama
+from tests.checkpoints import make_checkpoint, make_llama
+from tests.helpers.models.golden import random_prompts, transformers_greedy, transformers_model
 
 PARAMS = SamplingParams(max_tokens=600, temperature=0.8, seed=5, ignore_eos=True)
 
@@ -97,6 +99,38 @@ def test_a_killed_executor_costs_no_token(up: Up) -> None:
     assert up.service("executor_svc").pid != victim.pid
     up.wait_for_log("cadenza   │ the executor died (killed by signal 9); starting it again in 0.2 s")
     up.wait_for_log("cadenza   │ the executor is back at 127.0.0.1:")
+
+
+def test_a_killed_executor_of_a_mixture_costs_no_token(tmp_path: Path) -> None:
+    """Of latents and experts, under samples, drafts, a grammar and a prompt of several chunks; greedily transformers'
+    tokens."""
+    folder = make_checkpoint(tmp_path / "model", "deepseek_v3", tokenizer=True, vocab_size=300)
+    prompts = [[7, 8, 9] * 5, [11] * 40, [250, 3], random_prompts(300, (150,))[0]]
+    drawn = SamplingParams(max_tokens=300, temperature=0.8, seed=5, ignore_eos=True)
+    structured = SamplingParams(
+        max_tokens=300, temperature=0.8, seed=6, structured_outputs={"regex": r"(\[[a-e]{1,9}\] ){100}"}
+    )
+    params = [drawn, replace(drawn, n=3), structured, SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)]
+    sizes = "--num-gpu-blocks", "400", "--max-num-seqs", "16", "--max-num-batched-tokens", "48"
+    up = Up(folder, tmp_path / "log", "--dtype", "float32", "--speculative", "ngram", *sizes)
+    with Client(up.target) as client:
+        expected = [[each.token_ids for each in output.outputs] for output in client.generate(prompts, params)]
+        streams = [client.stream(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        firsts = [next(stream) for stream in streams]
+        victim = up.service("executor_svc")
+        os.kill(victim.pid, signal.SIGKILL)
+        found: list[list[list[int]]] = [[[] for _ in samples] for samples in expected]
+        for samples, first, stream in zip(found, firsts, streams, strict=True):
+            for delta in (first, *stream):
+                for output in delta.outputs:
+                    samples[output.index] += output.token_ids
+    assert found == expected
+    assert transformers_greedy(transformers_model(folder), prompts[3], 24).tokens == expected[3][0][:24]
+    assert up.service("executor_svc").pid != victim.pid
+    up.process.send_signal(signal.SIGTERM)
+    assert up.process.wait(15) == 0, up.log
+    assert up.process.stdout is not None
+    up.process.stdout.close()
 
 
 def test_an_executor_that_stops_responding_is_no_loss(up: Up) -> None:

@@ -30,6 +30,9 @@ from tests.helpers.services import executor_service, scheduler_service
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in MIXTURES},
     "deepseek_v3 of halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "n_shared_experts": 2}),
+    "ernie4_5_moe with biases": ("ernie4_5_moe", {"use_bias": True, "moe_layer_start_index": 0}),
+    "hunyuan_v1_moe by layer": ("hunyuan_v1_moe", {"moe_topk": [1, 3]}),
+    "qwen3_moe with windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 24}),
     "gemma4": (
         "gemma4_text",
         {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
@@ -56,6 +59,22 @@ def test_bits_in_bfloat16(tmp_path: Path, name: str) -> None:
     family, shape = CASES[name]
     folder = make_checkpoint(tmp_path, family, **shape)
     check_bits_of_chunks(check_bfloat16(folder, random_prompts(VOCABULARY, (90,))[0], median=True))
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"kv_lora_rank": 13, "q_lora_rank": 11, "v_head_dim": 9, "n_routed_experts": 15, "n_group": 5},
+    "ernie4_5_moe": {"moe_num_experts": 5, "moe_k": 3, "head_dim": 10},
+    "minimax_m2": {"num_local_experts": 5},
+}
+"""Sizes of no whole vectors; routers in float32 read rows of an odd length."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_sizes_in_bfloat16(tmp_path: Path, name: str) -> None:
+    shape = {"hidden_size": 45, "intermediate_size": 21, "moe_intermediate_size": 17}
+    folder = make_checkpoint(tmp_path, name, **shape, **ODD[name])
+    (prompt,) = random_prompts(VOCABULARY, (90,))
+    check_bits_of_chunks(check_bfloat16(folder, prompt, median=True, experts="batched_mm"))
 
 
 FEW_BITS = [
@@ -144,9 +163,10 @@ def test_what_is_saved_in_few_bits_is_the_model_that_saved_it(tmp_path: Path, na
 
 
 @pytest.mark.slow
-async def test_through_both_services_with_a_draft_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+async def test_through_both_services_with_a_draft_model(tmp_path: Path, family: str) -> None:
     """In small chunks, from a pool too small for all requests, with drafts of a mixture."""
-    folder, draft = (make_checkpoint(tmp_path / str(seed), "qwen3_moe", seed=seed) for seed in range(2))
+    folder, draft = (make_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in range(2))
     blend(draft, folder, 0.05)
     reference, prompts = transformers_model(folder), random_prompts(VOCABULARY, (*LENGTHS, 90))
     outputs = await serve(folder, prompts, ignore_eos=True, speculative="draft", speculative_model=str(draft))
@@ -155,9 +175,10 @@ async def test_through_both_services_with_a_draft_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_an_executor_that_comes_back_costs_no_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v2"])
+async def test_an_executor_that_comes_back_costs_no_token(tmp_path: Path, family: str) -> None:
     """It goes away amid requests of all lengths, and another one takes its port."""
-    folder = make_checkpoint(tmp_path, "glm4_moe")
+    folder = make_checkpoint(tmp_path, family)
     options: dict[str, Any] = {"num_gpu_blocks": 200, "max_num_seqs": 8, "num_threads": 1}
     prompts = random_prompts(VOCABULARY, LENGTHS)
     params = SamplingParams(max_tokens=150, temperature=0.8, seed=3, ignore_eos=True)

@@ -14,6 +14,7 @@ from scheduler_svc.core.errors import InvariantError
 from tests.helpers.core.block_books import STOP
 from tests.helpers.core.block_world import GROUPS, PROMPTS, TOKENS, World
 from tests.simulation.seeded_bugs import SeededBug, seeded
+from tests.simulation.state_bugs import STATE_BUGS
 from tests.simulation.window_bugs import WINDOW_BUGS
 
 START = {
@@ -23,6 +24,7 @@ START = {
     "caching": [True, True, True, False],
     "rates": [None, (1000, 1), (10, 15), (1, 1000)],
     "groups": GROUPS,
+    "state_pages": [0, 0, 1, 3],
 }
 ARRIVE = {
     "prompt": PROMPTS,
@@ -122,6 +124,14 @@ def run_history(seed: int, start: dict[str, list[Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", WINDOW_BUGS, ids=lambda bug: bug.name)
 def test_a_bug_of_windows_is_found(bug: SeededBug) -> None:
-    start = {**START, "groups": [each for each in GROUPS if len(each) > 1], "caching": [True]}
+    start = {**START, "groups": [each for each in GROUPS if len(each) > 1], "caching": [True], "state_pages": [0]}
     with seeded(bug), pytest.raises((AssertionError, InvariantError, KeyError)):
+        run_histories(60, start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", STATE_BUGS, ids=lambda bug: bug.name)
+def test_a_bug_of_states_is_found(bug: SeededBug) -> None:
+    start = {**START, "caching": [True], "state_pages": [1, 3]}
+    with seeded(bug), pytest.raises((AssertionError, InvariantError, KeyError, StopIteration)):
         run_histories(60, start)

@@ -7,6 +7,7 @@ earlier ones is rejected. At depth 1 the executor's slots are compared with the 
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cadenza_common.plan.result import LogprobColumns
+from scheduler_svc.core import kv_groups
 from scheduler_svc.core.adapters.events import AdapterDue, AdapterRegistered, AdapterRemoved
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.outputs import StepOutputs
@@ -47,10 +49,15 @@ class CoreMachine(RuleBasedStateMachine):
         policies=policies(),
         depth=st.sampled_from([1, 2, 3, 4, 1]),
         tick=st.sampled_from([1.0, 0.1]),
+        interval=st.sampled_from([8, 16, 256]),
     )
     def start(
-        self, spec: ExecutorSpec, others: list[ExecutorSpec], policies: Policies, depth: int, tick: float
+        self, spec: ExecutorSpec, others: list[ExecutorSpec], policies: Policies, depth: int, tick: float, interval: int
     ) -> None:
+        names = ("_LEAST_INTERVAL", "_MOST_INTERVAL", "_INTERVAL_WITHOUT_FULL")
+        # Tokens between states that are saved: the texts here are short.
+        self.patch = patch.multiple(kv_groups, **dict.fromkeys(names, interval))
+        self.patch.start()
         self.core = Scheduler(policies)
         self.num_adapters = 0
         self.depth, self.tick = depth, tick
@@ -113,6 +120,8 @@ class CoreMachine(RuleBasedStateMachine):
         poisonous: bool = False,
     ) -> None:
         spec = data.draw(requests(f"r{len(self.specs)}", prompt))
+        if spec.beams and any(rig.spec.pages_per_state for rig in self.rigs.values()):
+            spec = replace(spec, beams=None, num_samples=1)  # There is no beam search with states.
         if former is not None:
             spec = replace(spec, tenant=former.tenant, cache_salt=former.cache_salt)
         named = [index for index, each in self.core.adapters.adapters.items() if each.has_name]
@@ -241,6 +250,8 @@ class CoreMachine(RuleBasedStateMachine):
         """Executors join, drain, leave and come back."""
         rig, executor_id = self.rig(pick), self.rig(pick).executor_id
         self.intact = False
+        if any(group.beam_search is not None for group in self.core.groups.values()):
+            spec = replace(spec, pages_per_state=0, lacks=frozenset())
         if what == "join" and len(self.rigs) < MAX_LANES:
             self.join(spec)
         elif what in ("drain", "resume"):
@@ -355,8 +366,14 @@ class CoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Run dry: every request ends, and nothing is left held."""
-        if not (hasattr(self, "core") and self.intact):
-            return
+        try:
+            if hasattr(self, "core") and self.intact:
+                self.run_dry()
+        finally:
+            if hasattr(self, "patch"):
+                self.patch.stop()
+
+    def run_dry(self) -> None:
         self.core.drain(True)
         for rig in self.rigs.values():
             self.core.drain_executor(rig.executor_id, False, self.now)

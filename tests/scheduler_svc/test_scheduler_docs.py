@@ -1,4 +1,4 @@
-"""The drawings of docs/scheduler.md are what the core does."""
+"""The drawings of docs/scheduler.md and docs/kv-cache.md are what the core does."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ def check(tmp_path_factory: pytest.TempPathFactory):
 
 def test_the_drawings_are_fresh(check):
     done = check()
+    assert done.returncode == 0, f"make docs: {done.stderr}"
+
+
+def test_the_drawings_of_pages_are_fresh():
+    command = [sys.executable, str(ROOT / "docs" / "generate_kv_cache.py"), "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"make docs: {done.stderr}"
 
 

@@ -156,7 +156,8 @@ def _may_fill_pool(world: World, client: Client) -> bool:
         length = min(limits.max_model_len, num_prompt + (spec.max_tokens or limits.max_model_len))
         num_shared = num_prompt // size
         num_blocks = num_shared + spec.num_sequences * (-(-length // size) - num_shared)
-        if num_blocks * (sum(group.pages_per_block for group in limits.kv_groups) or 1) > limits.num_blocks:
+        num_pages = num_blocks * (sum(group.pages_per_block for group in limits.kv_groups) or 1)
+        if num_pages + spec.num_sequences * limits.pages_per_state > limits.num_blocks:
             return True
     return False
 

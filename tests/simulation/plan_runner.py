@@ -18,6 +18,7 @@ from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.drafting import NO_DRAFTS, DraftPlan, in_order, make_drafts, num_allowed, rows_left, take_drafts
 from tests.simulation.pools import KnownPools, PlanError, require
 from tests.simulation.slot import Slot
+from tests.simulation.states import KnownStates
 
 _ROOT = 7
 
@@ -63,6 +64,7 @@ class PlanRunner:
         self._drafts = drafts
         self._groups = model.kv_groups or (KVGroup(0),)
         self._pools = KnownPools(model, self._groups)
+        self._states = KnownStates(model)
         self.slots: dict[int, Slot] = {}
         self.adapters: dict[int, int] = {}
         """The loaded adapters: content by index."""
@@ -76,6 +78,7 @@ class PlanRunner:
     def clear(self) -> None:
         """Free all slots."""
         self.slots.clear()
+        self._states.clear()
 
     def load_adapter(self, index: int, content: int) -> None:
         """Later plans may name an adapter."""
@@ -91,7 +94,8 @@ class PlanRunner:
         self.computed_seeds = frozenset(each.slot.sampling.seed for each in work)
         prompt_logprobs = {}
         for each in work:
-            self._pools.write(each.slot, each.num_computed)
+            self._states.step(each.slot, each.num_computed)
+            self._states.spoil_pages(self._pools.write(each.slot, each.num_computed))
             self._add_prompt_logprobs(prompt_logprobs, each)
         for each in work:
             self._pools.check(each.slot, each.slot.num_computed, each.slot.num_computed + each.num_computed)
@@ -105,6 +109,8 @@ class PlanRunner:
         for fork, source in forks:
             fork.num_computed = source.num_computed
         result = self._sample(plan, sampling, idle, non_finite, drafts)
+        result.saved_slots = [slot for slot, _ in self._states.saved]
+        result.saved_positions = [position for _, position in self._states.saved]
         result.prompt_logprobs.update(prompt_logprobs)
         if self.model.adaptive_drafts:
             total_ns = 100_000 + self._drafts.row_ns * sum(each.num_computed for each in work)
@@ -115,12 +121,14 @@ class PlanRunner:
         """Fail in the middle of a plan: what it would have written is neither the old nor the new content."""
         work, _, _ = self._prepare(plan)
         self._pools.spoil_moves(plan)
+        self._states.spoil((each.slot for each in work), plan)
         for each in work:
             self._pools.spoil(each.slot, each.num_computed)
 
     def spoil_pages(self, pages: list[int]) -> None:
         """Leave garbage in device pages."""
         self._pools.spoil_pages(pages)
+        self._states.spoil_pages(pages)
 
     # --- the plan's parts, in the order of execution.proto -----------------------------------------------------------
 
@@ -145,6 +153,7 @@ class PlanRunner:
             require(self._slot(number).num_left == 0, f"slot {number} is given a token before it has computed its own")
             self._slot(number).append(token_id)
         self._pools.move(plan)
+        self._states.prepare(plan, self.slots)
         return self._schedule(plan)
 
     def _append(self, group: int, slots: Sequence[int], pages: Sequence[int]) -> None:
@@ -204,6 +213,7 @@ class PlanRunner:
             admitted.max_drafts,
             admitted.max_len,
             tables=tables,
+            state_pages=tuple(admitted.state_pages),
         )
 
     def _schedule(self, plan: StepPlan) -> tuple[list[_Work], list[tuple[Slot, Slot]], list[Slot]]:

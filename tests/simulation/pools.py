@@ -53,13 +53,15 @@ class KnownPools:
             require(len(content) == size and (block + 1) * size <= len(target), "a move outside of the pools")
             target[block * size : (block + 1) * size] = content
 
-    def write(self, slot: Slot, count: int) -> None:
-        """Compute the next positions of a slot."""
-        start = slot.num_computed
+    def write(self, slot: Slot, count: int) -> set[int]:
+        """Compute the next positions of a slot; returns the pages that it writes to."""
+        start, pages = slot.num_computed, set[int]()
         require(start + count <= self._model.max_model_len, f"slot {slot.number} exceeds max_model_len")
         for group, strip, places in self._places(slot, start, count):
             for position, place in enumerate(places, start=start):
                 self._device[place] = _kv(slot, position, group, strip)
+            pages.update(place // self._size for place in places)
+        return pages
 
     def spoil(self, slot: Slot, count: int) -> None:
         """Leave garbage in the next positions of a slot."""

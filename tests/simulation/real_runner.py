@@ -30,6 +30,7 @@ class RealRunner:
                 max_loras=model.max_loras,
                 max_cpu_loras=model.max_cpu_loras,
                 kv_groups=model.kv_groups,
+                pages_per_state=model.pages_per_state,
             ),
             model.vocab_size,
             acceptance=acceptance,

@@ -25,6 +25,8 @@ SHARE_WITH_DRAFTS = 0.34
 SHARE_WITH_ADAPTERS = 0.4
 GROUPS_EVERY = 7
 """One history of so many has executors of several KV groups, or of one with a window or several pages a block."""
+STATES_EVERY = 9
+"""One history of so many has executors of a model with recurrent states, and no beams."""
 RECORDED_EVERY = 12
 """One history of so many is recorded, and its plan log replayed."""
 
@@ -151,7 +153,9 @@ def draw_scenario(seed: int) -> Scenario:
     if drawn.random() < SHARE_WITH_DRAFTS:
         scenario = _with_drafts(drawn, scenario)
     drawn = Random(f"adapters {seed}")
-    return _with_adapters(drawn, scenario, duration_s) if drawn.random() < SHARE_WITH_ADAPTERS else scenario
+    if drawn.random() < SHARE_WITH_ADAPTERS:
+        scenario = _with_adapters(drawn, scenario, duration_s)
+    return _with_states(Random(f"states {seed}"), scenario) if seed % STATES_EVERY == 3 else scenario
 
 
 def _with_adapters(rng: Random, scenario: Scenario, duration_s: float) -> Scenario:
@@ -244,6 +248,28 @@ def _with_groups(rng: Random, models: tuple[ModelDescription, ...]) -> tuple[Mod
             changes |= {name: int(getattr(model, name) * share) for name in ("num_device_blocks", "num_host_blocks")}
         found.append(replace(model, **changes))
     return tuple(found)
+
+
+def _with_states(rng: Random, scenario: Scenario) -> Scenario:
+    """The same with recurrent states: pages for all that run, for a few, or for a few copies besides.
+
+    Nobody is poisoned: a sample that comes back alone is no suspect, and here it kills whatever is tried beside it.
+    """
+    models = []
+    for model in scenario.models:
+        num_pages = rng.randint(1, 3)
+        count = num_pages * rng.choice([model.max_num_seqs, 3, 2 * model.max_num_seqs])
+        models.append(
+            replace(
+                model,
+                pages_per_state=num_pages,
+                num_device_blocks=model.num_device_blocks + count,
+                num_host_blocks=model.num_host_blocks and model.num_host_blocks + count,
+            )
+        )
+    clients = tuple(client for client in scenario.clients if catalogue()[client.index].spec.beams is None)
+    faults = tuple(fault for fault in scenario.faults if fault.kind != "poison")
+    return replace(scenario, models=tuple(models), clients=clients, faults=faults)
 
 
 def _draw_groups(rng: Random) -> tuple[KVGroup, ...]:

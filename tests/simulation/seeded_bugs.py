@@ -293,13 +293,13 @@ SEEDED_BUGS = (
     SeededBug(
         "an ended sequence keeps its blocks in windows",
         "scheduler_svc.core.memory.block_manager", "BlockManager.free_all",
-        "self.windows.drop(sequence)", "pass",
+        "self._drop_others(sequence)", "pass",
         found_in=32,
     ),
     SeededBug(
         "a preempted sequence keeps its blocks in windows",
         "scheduler_svc.core.memory.block_manager", "BlockManager.free",
-        "self.windows.drop(sequence)", "pass",
+        "self._drop_others(sequence)", "pass",
         found_in=4,
     ),
     SeededBug(

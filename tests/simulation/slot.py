@@ -29,6 +29,7 @@ class Slot:
     stopped: bool = False
     tables: list[list[tuple[int, ...]]] = field(default_factory=list)
     """By KV group, the pages of each block; none of those before its window."""
+    state_pages: tuple[int, ...] = ()
 
     @property
     def num_blocks(self) -> int:

@@ -26,12 +26,12 @@ WINDOW_BUGS = (
     SeededBug(
         "one of several window groups says where a hit ends (vLLM 46453)",
         "scheduler_svc.core.memory.hit_rule", "HitRule.last_end",
-        "number < len(lowest)", "number < 1",
+        "rank < len(lowest)", "rank < 1",
     ),
     SeededBug(
         "a window comes back from the host in part (LMCache 4247)",
         "scheduler_svc.core.memory.paged_tiers", "PagedTiers.swap_in",
-        "self._keep(block_id, _windows_of(self.host, host_block_id))", "self._kept[block_id] = []",
+        "self._keep(block_id, self._windows_of(self.host, host_block_id))", "self._kept[block_id] = []",
     ),
     SeededBug(
         "a block moves to the host without the content of its windows",

@@ -180,6 +180,7 @@ class World:
             ExecutorSpec(
                 model.block_size, model.num_device_blocks, model.num_slots, model.max_num_seqs,
                 model.max_num_batched_tokens, model.max_model_len, kv_groups=model.kv_groups,
+                pages_per_state=model.pages_per_state,
             )
             for model in self.models
         ]  # fmt: skip

@@ -413,6 +413,7 @@ class KvGeometry(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens per block, of every KV group."""
     num_device_blocks: _builtins.int
@@ -431,6 +432,10 @@ class KvGeometry(_message.Message):
         None but the first may have no window.
         """
 
+    @_builtins.property
+    def state(self) -> Global___StateGeometry:
+        """The recurrent state of a sequence; absent: the model has none."""
+
     def __init__(
         self,
         *,
@@ -441,14 +446,37 @@ class KvGeometry(_message.Message):
         dtype: _builtins.str = ...,
         num_groups: _builtins.int = ...,
         groups: _abc.Iterable[Global___KvGroup] | None = ...,
+        state: Global___StateGeometry | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "dtype", b"dtype", "groups", b"groups", "num_device_blocks", b"num_device_blocks", "num_groups", b"num_groups", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "dtype", b"dtype", "groups", b"groups", "num_device_blocks", b"num_device_blocks", "num_groups", b"num_groups", "num_host_blocks", b"num_host_blocks", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvGeometry: _TypeAlias = KvGeometry  # noqa: Y015
+
+@_typing.final
+class StateGeometry(_message.Message):
+    """StateGeometry is the shape of the recurrent state that a sequence has beside its KV, in pages of the same pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGES_PER_STATE_FIELD_NUMBER: _builtins.int
+    pages_per_state: _builtins.int
+    """Pages of one state, one or more."""
+    def __init__(
+        self,
+        *,
+        pages_per_state: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages_per_state", b"pages_per_state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateGeometry: _TypeAlias = StateGeometry  # noqa: Y015
 
 @_typing.final
 class KvGroup(_message.Message):
@@ -961,6 +989,7 @@ class StepPlan(_message.Message):
     TRANSFERS_FIELD_NUMBER: _builtins.int
     DEBUG_DIGEST_FIELD_NUMBER: _builtins.int
     ANNOUNCES_START_FIELD_NUMBER: _builtins.int
+    STATE_SAVES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one with every plan of a session, and never decreases over sessions."""
     epoch: _builtins.int
@@ -1026,6 +1055,10 @@ class StepPlan(_message.Message):
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvTransfer]:
         """KV exports and imports. Reserved: later wave."""
 
+    @_builtins.property
+    def state_saves(self) -> Global___StateSaves:
+        """Copies of recurrent states to make as they pass positions."""
+
     def __init__(
         self,
         *,
@@ -1047,10 +1080,11 @@ class StepPlan(_message.Message):
         transfers: _abc.Iterable[Global___KvTransfer] | None = ...,
         debug_digest: _builtins.bool = ...,
         announces_start: _builtins.bool = ...,
+        state_saves: Global___StateSaves | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["forks", b"forks", "given", b"given", "scheduled", b"scheduled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forks", b"forks", "given", b"given", "scheduled", b"scheduled", "state_saves", b"state_saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "announces_start", b"announces_start", "appends", b"appends", "copies", b"copies", "debug_digest", b"debug_digest", "decode_ready", b"decode_ready", "epoch", b"epoch", "forks", b"forks", "given", b"given", "held_slots", b"held_slots", "max_drafts", b"max_drafts", "released_slots", b"released_slots", "resumed_slots", b"resumed_slots", "scheduled", b"scheduled", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "announces_start", b"announces_start", "appends", b"appends", "copies", b"copies", "debug_digest", b"debug_digest", "decode_ready", b"decode_ready", "epoch", b"epoch", "forks", b"forks", "given", b"given", "held_slots", b"held_slots", "max_drafts", b"max_drafts", "released_slots", b"released_slots", "resumed_slots", b"resumed_slots", "scheduled", b"scheduled", "state_saves", b"state_saves", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1076,6 +1110,7 @@ class AdmittedSequence(_message.Message):
     MAX_LEN_FIELD_NUMBER: _builtins.int
     DRAFT_SCOPE_FIELD_NUMBER: _builtins.int
     GRAMMAR_TURN_FIELD_NUMBER: _builtins.int
+    STATE_PAGES_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """A free slot."""
     num_prompt_tokens: _builtins.int
@@ -1120,6 +1155,14 @@ class AdmittedSequence(_message.Message):
         are complete.
         """
 
+    @_builtins.property
+    def state_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The pages of its recurrent state, its own also with a source; [pages_per_state], or empty without states. With 0
+        computed tokens the state begins as zeros. Otherwise it is in these pages, or the plan's copies or swap_in bring it
+        there: it stands at num_computed_tokens, or before by what the executor keeps of the last tokens. A slot named in
+        forks has none yet: the next plan copies its source's.
+        """
+
     def __init__(
         self,
         *,
@@ -1137,10 +1180,11 @@ class AdmittedSequence(_message.Message):
         max_len: _builtins.int = ...,
         draft_scope: _builtins.int = ...,
         grammar_turn: _builtins.int = ...,
+        state_pages: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "block_tables", b"block_tables", "draft_scope", b"draft_scope", "grammar", b"grammar", "grammar_turn", b"grammar_turn", "held", b"held", "max_drafts", b"max_drafts", "max_len", b"max_len", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_index", b"adapter_index", "block_tables", b"block_tables", "draft_scope", b"draft_scope", "grammar", b"grammar", "grammar_turn", b"grammar_turn", "held", b"held", "max_drafts", b"max_drafts", "max_len", b"max_len", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "slot", b"slot", "source", b"source", "state_pages", b"state_pages", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1279,6 +1323,45 @@ class BlockMoves(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockMoves: _TypeAlias = BlockMoves  # noqa: Y015
+
+@_typing.final
+class StateSaves(_message.Message):
+    """StateSaves arms copies of slots' recurrent states. The copy of a slot's state is made in the step in which the state
+    comes to stand at the position, after exactly so many tokens, which may be a later step; its result names it. A state
+    that stands there already is copied in the same step. Releasing a slot drops what is armed for it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    PAGE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots, repeated for several positions, which are ascending; [n]."""
+
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of tokens after which the state is copied, not before the slot's state stands; [n]."""
+
+    @_builtins.property
+    def page_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Device pages of the copies; [n * pages_per_state]."""
+
+    def __init__(
+        self,
+        *,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+        page_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_ids", b"page_ids", "positions", b"positions", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateSaves: _TypeAlias = StateSaves  # noqa: Y015
 
 @_typing.final
 class ScheduledTokens(_message.Message):
@@ -1454,6 +1537,8 @@ class StepResult(_message.Message):
     DEBUG_DIGEST_FIELD_NUMBER: _builtins.int
     FINISHED_TRANSFERS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    SAVED_SLOTS_FIELD_NUMBER: _builtins.int
+    SAVED_POSITIONS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The plan's step_id."""
     epoch: _builtins.int
@@ -1521,6 +1606,14 @@ class StepResult(_message.Message):
     def num_drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Drafts that each slot had; [n], or empty: none."""
 
+    @_builtins.property
+    def saved_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots whose armed copies of recurrent states this step made, repeated for several positions; [k]."""
+
+    @_builtins.property
+    def saved_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The positions of these copies; [k]."""
+
     def __init__(
         self,
         *,
@@ -1542,10 +1635,12 @@ class StepResult(_message.Message):
         debug_digest: _builtins.bytes = ...,
         finished_transfers: _abc.Iterable[_builtins.int] | None = ...,
         num_drafts: _abc.Iterable[_builtins.int] | None = ...,
+        saved_slots: _abc.Iterable[_builtins.int] | None = ...,
+        saved_positions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "debug_digest", b"debug_digest", "epoch", b"epoch", "error_message", b"error_message", "error_slots", b"error_slots", "errors", b"errors", "finished_transfers", b"finished_transfers", "incarnation", b"incarnation", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "status", b"status", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "debug_digest", b"debug_digest", "epoch", b"epoch", "error_message", b"error_message", "error_slots", b"error_slots", "errors", b"errors", "finished_transfers", b"finished_transfers", "incarnation", b"incarnation", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "saved_positions", b"saved_positions", "saved_slots", b"saved_slots", "slots", b"slots", "status", b"status", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -290,6 +290,7 @@ class RecordedExecutor(_message.Message):
     MAX_CPU_LORAS_FIELD_NUMBER: _builtins.int
     GRAMMAR_ENGINE_FIELD_NUMBER: _builtins.int
     KV_GROUPS_FIELD_NUMBER: _builtins.int
+    PAGES_PER_STATE_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens per KV block."""
     num_blocks: _builtins.int
@@ -320,6 +321,8 @@ class RecordedExecutor(_message.Message):
     """Maximum loaded adapters."""
     grammar_engine: _builtins.bytes
     """The library that follows grammars in it: it runs only grammars checked with the same; empty: none."""
+    pages_per_state: _builtins.int
+    """Pages of the recurrent state of a sequence; 0: there is none."""
     @_builtins.property
     def lacks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of features that it lacks, ascending."""
@@ -348,10 +351,11 @@ class RecordedExecutor(_message.Message):
         max_cpu_loras: _builtins.int = ...,
         grammar_engine: _builtins.bytes = ...,
         kv_groups: _abc.Iterable[_execution_pb2.KvGroup] | None = ...,
+        pages_per_state: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "block_size", b"block_size", "grammar_engine", b"grammar_engine", "kv_groups", b"kv_groups", "lacks", b"lacks", "max_cpu_loras", b"max_cpu_loras", "max_drafts", b"max_drafts", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "numerics", b"numerics", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_drafts", b"adaptive_drafts", "block_size", b"block_size", "grammar_engine", b"grammar_engine", "kv_groups", b"kv_groups", "lacks", b"lacks", "max_cpu_loras", b"max_cpu_loras", "max_drafts", b"max_drafts", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_slots", b"num_slots", "numerics", b"numerics", "pages_per_state", b"pages_per_state", "shares_prefixes", b"shares_prefixes", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ def gated(code: Code, activation: GatedActivation, dtype: Dtype, width: int) -> 
 
     Items: one for each ROWS_AT_ONCE rows. Arguments: rows, gate_up [rows, 2 * width], y [rows, width].
     """
-    size, activate = ITEM_BYTES[dtype], {"silu": _silu, "gelu_tanh": _gelu_tanh}[activation]
+    size, activate = ITEM_BYTES[dtype], {"silu": silu, "gelu_tanh": _gelu_tanh}[activation]
 
     def body(emit: Emitter, item: Int, _: Int, rows: Int, gate_up: Int, y: Int) -> None:
         def row(index: Int, _: list[Vec]) -> None:
@@ -105,14 +105,16 @@ def plain(code: Code, activation: PlainActivation, dtype: Dtype, width: int) -> 
     return code.kernel(f"plain_{activation}_{dtype}_{width}", 4, body)
 
 
-def activate_times(code: Code, activation: FactorActivation, dtype: Dtype, width: int, strides: tuple[int, int]) -> str:
-    """Add the kernel y = activation(x) * factors; returns its name.
+def activate_times(
+    code: Code, activation: FactorActivation | None, dtype: Dtype, width: int, strides: tuple[int, int]
+) -> str:
+    """Add the kernel y = activation(x) * factors, or x * factors; returns its name.
 
     strides: from row to row of x, and of factors. Items: one for each ROWS_AT_ONCE rows. Arguments: rows, the address
     of x, that of the first factor, y [rows, width].
     """
     x_stride, factor_stride = strides
-    size, activate = ITEM_BYTES[dtype], {"gelu_tanh": _gelu_tanh, "sigmoid": _sigmoid}[activation]
+    size, activate = ITEM_BYTES[dtype], {"gelu_tanh": _gelu_tanh, "sigmoid": sigmoid, None: None}[activation]
 
     def body(emit: Emitter, item: Int, _: Int, rows: Int, x: Int, factors: Int, y: Int) -> None:
         def row(index: Int, _: list[Vec]) -> None:
@@ -120,7 +122,8 @@ def activate_times(code: Code, activation: FactorActivation, dtype: Dtype, width
             others = factors + index * (factor_stride * size)
 
             def piece(offset: Int, count: int) -> None:
-                value = activate(emit.load(start + offset * size, dtype, count)).rounded(dtype)
+                value = emit.load(start + offset * size, dtype, count)
+                value = value if activate is None else activate(value).rounded(dtype)
                 factor = emit.load(others + offset * size, dtype, count)
                 emit.store(value * factor, into + offset * size, dtype, count)
 
@@ -154,11 +157,11 @@ def finish_logits(code: Code, dtype: Dtype, vocab_size: int, divisor: float, cap
     return code.kernel(f"finish_logits_{dtype}_{vocab_size}_{divisor}_{cap}", 2, body)
 
 
-def _silu(gate: Vec) -> Vec:
+def silu(gate: Vec) -> Vec:
     return gate / (exp(gate * -1.0) + 1.0)
 
 
-def _sigmoid(x: Vec) -> Vec:
+def sigmoid(x: Vec) -> Vec:
     return x.emit.vec(1.0) / (exp(x * -1.0) + 1.0)
 
 

@@ -109,12 +109,15 @@ def _lacking(name: str, modules: Mapping[str, Module]) -> str:
     if "experts" in name.split("."):
         return f"{name} is of experts, of which rows choose some: adapters may change all other linears of a mixture"
     num_layers = 1 + max(module.layer for module in modules.values() if module.layer is not None)
-    first = next(module.stored_name for module in modules.values() if module.layer == 0)
-    before = f"{first.partition('.0.')[0]}."
+    layer_of, first = next((each.layer, each.stored_name) for each in modules.values() if each.layer is not None)
+    before = f"{first.partition(f'.{layer_of}.')[0]}."
     layer = name.removeprefix(before).partition(".")[0]
     if name.startswith(before) and layer.isdecimal() and int(layer) >= num_layers:
         return f"the model has {num_layers} layers"
-    return f"the model has no linear or table {name} (its linears are named as in {first})"
+    return (
+        f"the model has no linear or table {name} that adapters may change (those are named as in {first}; linears of "
+        "recurrences are none)"
+    )
 
 
 def _pair(target: LoraTarget, left: dict[tuple[str, Kind], StoredTensor], limits: AdapterLimits) -> FilePair:

@@ -47,19 +47,21 @@ class Module:
 def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
     """Return the modules by name, in the order of the linears' rows; a tied head is one of them.
 
-    Experts that rows choose are none of them; nor is, of latent attention, what makes keys and values of latents, which
-    is split by head.
+    Experts that rows choose are none of them; nor are linears of recurrences, and of latent attention what makes keys
+    and values of latents, which is split by head.
     """
     shapes = {name.removesuffix(".weight"): shape for name, shape in linear_shapes(spec)}
     shapes.setdefault(HEAD, shapes[EMBEDDING])
     modules: dict[str, Module] = {}
     linears = _linears(spec)
+    recurrent = [each.recurrent.shapes(spec.hidden_size) if each.recurrent else {} for each in spec.layers]
     rows_before: dict[tuple[int | None, LinearName | None], int] = {}
     for name, shape in shapes.items():
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
-        linear = linears.get(name if layer is None else name.split(".", 3)[3])
+        own = name if layer is None else name.split(".", 3)[3]
+        linear = None if layer is not None and own in recurrent[layer] else linears.get(own)
         if linear is None and name != EMBEDDING:
-            continue  # of experts, or of what makes the inputs of layers: no adapter may change them
+            continue  # of experts, recurrences, or what makes the inputs of layers: no adapter may change them
         first_row = rows_before.get((layer, linear), 0)
         rows_before[layer, linear] = first_row + shape[0]
         rows = rows_by_head(spec) if spec.files.qkv_by_head and linear == "attention.qkv" else ()
@@ -73,7 +75,7 @@ def _linears(spec: DecoderSpec) -> dict[str, LinearName]:
     for experts in {layer.experts.names for layer in spec.layers if layer.experts is not None}:
         found |= dict.fromkeys(experts.shared_into, "shared.gate_up")
         found[experts.shared_down] = "shared.down"
-    for latent in {layer.latent for layer in spec.layers}:
+    for latent in {layer.latent for layer in spec.layers if layer.has_attention}:
         if latent is None:
             found |= dict.fromkeys(names.qkv, "attention.qkv")
         elif latent.query_size is None:

@@ -77,13 +77,13 @@ def read_deepseek_v2(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     config = _with_defaults(config, _V2)
     fields = Fields(config)
-    spec = _read(config, 2048, uniform_rope(rounding="sum"))
+    spec = read_latents(config, 2048, uniform_rope(rounding="sum"))
     method = fields.text("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.error("topk_method", f"{brief(method)} is not supported; supported: greedy, group_limited_greedy")
     _check_scores(fields, "softmax")
-    plain = config if method != "greedy" else {**config, "n_group": None, "topk_group": None}
-    router = read_router(Fields(plain), weighing="scores", two_best=False, factor=_factor(fields, 1.0), rounded=False)
+    rules: dict[str, Any] = {"grouped": method != "greedy", "two_best": False, "factor": _factor(fields, 1.0)}
+    router = read_router(fields, weighing="scores", rounded=False, **rules)
     size = fields.integer("moe_intermediate_size")
     shared = size * count_from_0(fields, "n_shared_experts", 2)
     return _sparse(spec, fields, ExpertsSpec(router, size, router_in_float32=True, shared_size=shared))
@@ -93,7 +93,7 @@ def read_deepseek_v3(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     config = _with_defaults(config, _V3)
     fields = Fields(config)
-    spec = _with_heads_ignored(_read(config, 4096, uniform_rope()), fields)
+    spec = _with_heads_ignored(read_latents(config, 4096, uniform_rope()), fields)
     _check_noaux(fields)
     return _sparse(spec, fields, sigmoid_experts(fields))
 
@@ -102,7 +102,7 @@ def read_glm4_moe_lite(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     config = _with_defaults(config, _GLM)
     fields = Fields(config)
-    spec = _with_heads_ignored(_read(config, 202_752, uniform_rope(), eps=1e-5), fields)
+    spec = _with_heads_ignored(read_latents(config, 202_752, uniform_rope(), eps=1e-5), fields)
     _check_noaux(fields)
     types = fields.get("mlp_layer_types")
     if types is None:
@@ -121,9 +121,10 @@ def read_mistral4(config: dict[str, Any]) -> DecoderSpec:
     if not config.get("rope_parameters") and not config.get("rope_scaling"):
         config = {**config, "rope_parameters": _MISTRAL_ROPE}
     fields = Fields(config)
-    spec = _read(_with_own_share(config, fields), 1_048_576, scaling_rope)
+    spec = read_latents(_with_own_share(config, fields), 1_048_576, scaling_rope)
     router = read_router(
         fields,
+        grouped=True,
         rounded_scores=True,
         weighing="shares" if fields.flag("norm_topk_prob", True) else "scores",
         epsilon=1e-20,
@@ -152,7 +153,7 @@ def _with_own_share(config: dict[str, Any], fields: Fields) -> dict[str, Any]:
     return {**config, name: {key: value for key, value in content.items() if key != "partial_rotary_factor"}}
 
 
-def _read(config: dict[str, Any], positions: int, rope: RopeReader, eps: float = 1e-6) -> DecoderSpec:
+def read_latents(config: dict[str, Any], positions: int, rope: RopeReader, eps: float = 1e-6) -> DecoderSpec:
     """Return the parts that all of these families share, with an MLP in all layers."""
     fields = Fields(config)
     for name in _INDEXERS:
@@ -168,6 +169,7 @@ def _read(config: dict[str, Any], positions: int, rope: RopeReader, eps: float =
     if latent.rope_size % 2:
         raise fields.error("qk_rope_head_dim", f"{latent.rope_size} is odd; rotary embedding needs an even one")
     heads = fields.integer("num_attention_heads")
+    fields.integer("num_key_value_heads", heads)  # checked alone: all heads read the latent
     dense = {**without_experts(config), "head_dim": latent.rope_size, "num_key_value_heads": heads}
     spec = read_common(dense, max_positions=positions, eps=eps, read_rotary=rope)
     bias = fields.flag("attention_bias", False)

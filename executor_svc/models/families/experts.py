@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from cadenza_common.brief import brief
 from executor_svc.device.experts import Router
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.gguf.expert_content import CHOSEN, COUNTS
@@ -20,10 +21,13 @@ def without_experts(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in (*COUNTS, *CHOSEN)}
 
 
-def read_router(fields: Fields, **rules: Any) -> Router:
-    """Return how rows choose experts; rules: as of `Router`, beside the counts and groups."""
+def read_router(fields: Fields, *, grouped: bool = False, **rules: Any) -> Router:
+    """Return how rows choose experts; rules: as of `Router`, beside the counts and groups.
+
+    grouped: whether the family has groups; fields of others about them say nothing.
+    """
     count, chosen = _count(fields, COUNTS, _MOST_EXPERTS), _count(fields, CHOSEN, _MOST_CHOSEN)
-    groups, kept = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    groups, kept = (fields.integer(name, 1) if grouped else 1 for name in ("n_group", "topk_group"))
     if count % groups:
         raise fields.error("n_group", f"{groups} does not divide the number of experts, {count}")
     if kept > groups:
@@ -49,6 +53,7 @@ def sigmoid_experts(fields: Fields) -> ExpertsSpec:
     return ExpertsSpec(
         read_router(
             fields,
+            grouped=True,
             scores="sigmoid",
             weighing="shares" if fields.flag("norm_topk_prob", True) else "scores",
             epsilon=1e-20,
@@ -73,10 +78,39 @@ def count_from_0(fields: Fields, name: str, default: int) -> int:
     return 0 if value == 0 and value is not False else fields.integer(name, default)
 
 
+def alike_in_layers(config: dict[str, Any], names: tuple[str, ...], num_layers: int) -> Fields:
+    """Return fields in which a list with a number for each layer is that number: it must be the same in all layers."""
+    fields, found = Fields(config), dict[str, Any]()
+    for name in names:
+        value = fields.get(name)
+        if not isinstance(value, list):
+            continue
+        _check_length(fields, name, value, num_layers)
+        if any(each != value[0] for each in value):
+            raise fields.error(name, f"{brief(value)} differs between layers, which is not supported")
+        found[name] = value[0]
+    return Fields(config | found)
+
+
+def by_layer(fields: Fields, name: str, num_layers: int) -> list[Fields]:
+    """Return the fields of each layer, of which one may be a list with a number for each."""
+    value = fields.get(name)
+    if not isinstance(value, list):
+        return [fields] * num_layers
+    _check_length(fields, name, value, num_layers)
+    return [fields.having(name, each) for each in value]
+
+
+def _check_length(fields: Fields, name: str, value: list[Any], num_layers: int) -> None:
+    if len(value) != num_layers:
+        raise fields.error(name, f"must have num_hidden_layers {num_layers} entries, not {len(value)}")
+
+
 def sparse_layers(fields: Fields) -> Callable[[int], bool]:
     """Return which layers are dense by `decoder_sparse_step` and `mlp_only_layers`."""
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(each) is int for each in dense):
         raise fields.error("mlp_only_layers", "must be a list of layers")
     return lambda layer: layer in dense or bool((layer + 1) % step)
 

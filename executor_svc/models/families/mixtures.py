@@ -1,6 +1,6 @@
 """Families whose layers have experts: each a dense family with a router (`device.experts.Router`) and names.
 
-Qwen2-MoE and Qwen3-MoE (Yang et al., 2024, 2025), Qwen3-Next (Qwen Team, 2025), Mixtral (Jiang et al., 2024), OLMoE
+Qwen2-MoE and Qwen3-MoE (Yang et al., 2024, 2025), Mixtral (Jiang et al., 2024), OLMoE
 (Muennighoff et al., 2024), GLM-4.5 (Z.ai, 2025), ERNIE 4.5 (Baidu, 2025), Granite 3 MoE and 4.0 swash (IBM, 2024,
 2026), Hunyuan A13B (Tencent, 2025), MiniMax M2 (MiniMax, 2025), K-EXAONE (LG AI Research, 2026).
 """
@@ -11,10 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config_fields import Fields
-from executor_svc.models.families.common import MAX_LAYERS, read_common, uniform_rope
+from executor_svc.models.families.common import (
+    MAX_LAYERS,
+    optional_window,
+    read_common,
+    uniform_rope,
+    with_windows,
+)
 from executor_svc.models.families.ernie import read_ernie_attention
 from executor_svc.models.families.exaone import read_exaone4
 from executor_svc.models.families.experts import (
+    alike_in_layers,
+    by_layer,
     count_from_0,
     read_router,
     sigmoid_experts,
@@ -27,15 +35,10 @@ from executor_svc.models.families.hunyuan import read_hunyuan
 from executor_svc.models.families.mistral import read_mistral
 from executor_svc.models.families.phi3 import W_NAMES
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
-from executor_svc.models.families.qwen3_5 import read_qwen3_5
+from executor_svc.models.families.qwen3_5 import QWEN_SHARED
 from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames
 
-_QWEN_SHARED = ExpertNames(
-    shared_into=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-    shared_down="mlp.shared_expert.down_proj",
-    shared_gate="mlp.shared_expert_gate",
-)
-_GRANITE = ExpertNames(
+GRANITE = ExpertNames(
     router="block_sparse_moe.router",
     into=("block_sparse_moe.experts.{}.gate_proj", "block_sparse_moe.experts.{}.up_proj"),
     down="block_sparse_moe.experts.{}.down_proj",
@@ -52,6 +55,8 @@ _HUNYUAN = ExpertNames(
     shared_into=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
     shared_down="mlp.shared_mlp.down_proj",
 )
+_HUNYUAN_LISTS = "num_experts", "moe_intermediate_size", "num_shared_expert"
+"""Fields that are lists with a number for each layer in the files of A13B, as `moe_topk` is."""
 
 
 def read_qwen2_moe(config: dict[str, Any]) -> DecoderSpec:
@@ -59,23 +64,16 @@ def read_qwen2_moe(config: dict[str, Any]) -> DecoderSpec:
     fields = Fields(config)
     shared = fields.integer("shared_expert_intermediate_size", 5632)
     spec = replace(read_qwen2(without_experts(config)), qkv_bias=fields.flag("qkv_bias", True))
-    return _qwen(spec, fields, replace(_qwen_experts(fields, 1408), names=_QWEN_SHARED, shared_size=shared))
+    return _qwen(spec, fields, replace(_qwen_experts(fields, 1408), names=QWEN_SHARED, shared_size=shared))
 
 
 def read_qwen3_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
-    return _qwen(read_qwen3(without_experts(config)), fields, _qwen_experts(fields, 768))
-
-
-def read_qwen3_next(config: dict[str, Any]) -> DecoderSpec:
-    """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
-    defaults = {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}
-    fields, spec = Fields(defaults | config), read_qwen3_5(without_experts(config))
-    if fields.get("num_experts") == 0:
-        return spec
-    shared = fields.integer("shared_expert_intermediate_size", 512)
-    return _qwen(spec, fields, replace(_qwen_experts(fields, 512), names=_QWEN_SHARED, shared_size=shared))
+    spec = read_qwen3({**without_experts(config), "use_sliding_window": None, "layer_types": None})
+    if fields.flag("use_sliding_window", False):  # of all layers, where dense models have it in the last ones
+        spec = with_windows(spec, [optional_window(fields, 4096)] * spec.num_layers)
+    return _qwen(spec, fields, _qwen_experts(fields, 768))
 
 
 def _qwen(spec: DecoderSpec, fields: Fields, experts: ExpertsSpec) -> DecoderSpec:
@@ -151,7 +149,10 @@ def read_ernie_moe(config: dict[str, Any]) -> DecoderSpec:
         ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_row=True),
         router_in_float32=True,
         shared_size=size * count_from_0(fields, "moe_num_shared_experts", 2),
+        shared_biased=spec.mlp_bias,
     )
+    # Ignored: a head of multi-token prediction.
+    spec = replace(spec, head_bias=spec.mlp_bias, ignored=("model.mtp_",))
     return with_experts(spec, experts, lambda layer: not first <= layer < end or bool((layer + 1) % interval))
 
 
@@ -168,7 +169,7 @@ def read_granite_moe_swa(config: dict[str, Any]) -> DecoderSpec:
 
 def _granite(spec: DecoderSpec, fields: Fields) -> DecoderSpec:
     router = read_router(fields, scores="logits", weighing="softmax")
-    shared, names = count_from_0(fields, "shared_intermediate_size", 0), _GRANITE
+    shared, names = count_from_0(fields, "shared_intermediate_size", 0), GRANITE
     if fields.flag("has_split_shared_mlp", False):  # in GGUF files
         into = "shared_mlp.gate_proj", "shared_mlp.up_proj"
         names = replace(names, shared_into=into, shared_down="shared_mlp.down_proj")
@@ -177,12 +178,18 @@ def _granite(spec: DecoderSpec, fields: Fields) -> DecoderSpec:
 
 def read_hunyuan_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
-    fields, spec = Fields(config), read_hunyuan(without_experts(config))
-    size = fields.integer("moe_intermediate_size", spec.intermediate_size)
+    spec = read_hunyuan(without_experts(config))
+    fields = alike_in_layers(config, _HUNYUAN_LISTS, spec.num_layers)
+    routers = [read_router(each, rounded=False) for each in by_layer(fields, "moe_topk", spec.num_layers)]
     experts = ExpertsSpec(
-        read_router(fields, rounded=False), size, _HUNYUAN, router_in_float32=True, shared_size=spec.intermediate_size
+        routers[0],
+        fields.integer("moe_intermediate_size", spec.intermediate_size),
+        _HUNYUAN,
+        router_in_float32=True,
+        shared_size=spec.intermediate_size * fields.integer("num_shared_expert", 1),
     )
-    return with_experts(spec, experts)
+    pairs = zip(spec.layers, routers, strict=True)
+    return replace(spec, layers=tuple(replace(layer, experts=replace(experts, router=own)) for layer, own in pairs))
 
 
 def read_minimax_m2(config: dict[str, Any]) -> DecoderSpec:

@@ -1,6 +1,7 @@
 """Models that also take images, of which the text part is run: Gemma3ForConditionalGeneration (Gemma 3, 4B to 27B),
 Gemma4ForConditionalGeneration, KimiK25ForConditionalGeneration (Kimi K2.5), Llama4ForConditionalGeneration,
-Mistral3ForConditionalGeneration (Mistral Small 3.1, 3.2 and 4, Ministral 3) and Qwen3_5ForConditionalGeneration.
+Mistral3ForConditionalGeneration (Mistral Small 3.1, 3.2 and 4, Ministral 3), Qwen3_5ForConditionalGeneration and
+Qwen3_5MoeForConditionalGeneration.
 
 The decoder's fields are those of `text_config`.
 """
@@ -19,7 +20,7 @@ from executor_svc.models.families.gemma import read_gemma3
 from executor_svc.models.families.gemma4 import read_gemma4
 from executor_svc.models.families.llama4 import read_llama4
 from executor_svc.models.families.mistral import read_ministral3, read_mistral
-from executor_svc.models.families.qwen3_5 import read_qwen3_5
+from executor_svc.models.families.qwen3_5 import read_qwen3_5, read_qwen3_5_moe
 from executor_svc.models.spec import DecoderSpec
 
 _READERS: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
@@ -31,6 +32,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "ministral3": read_ministral3,
     "mistral": read_mistral,
     "mistral4": read_mistral4,
+    "qwen3_5_moe_text": read_qwen3_5_moe,
     "qwen3_5_text": read_qwen3_5,
 }
 _GEMMA3: dict[str, Any] = {
@@ -78,6 +80,11 @@ def read_kimi_wrapped(config: dict[str, Any]) -> DecoderSpec:
 def read_qwen3_5_wrapped(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     return _read(config, "qwen3_5_text", {})
+
+
+def read_qwen3_5_moe_wrapped(config: dict[str, Any]) -> DecoderSpec:
+    """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
+    return _read(config, "qwen3_5_moe_text", {})
 
 
 def _read(config: dict[str, Any], kind: str, defaults: dict[str, Any]) -> DecoderSpec:

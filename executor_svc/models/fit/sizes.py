@@ -49,8 +49,12 @@ BLOCK = 16
 
 _ALIKE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 """Fields of models whose layers are all alike."""
-_UNLIKE = ("layer_types", "sliding_window", "sliding_window_pattern", "num_kv_shared_layers", "global_head_dim")
-"""Fields of models whose layers differ in what they keep."""
+_UNLIKE = (
+    *("layer_types", "sliding_window", "sliding_window_pattern", "num_kv_shared_layers", "global_head_dim"),
+    *("conv_L_cache", "hybrid_override_pattern", "layers_block_type", "linear_attn_config", "linear_num_value_heads"),
+    "mamba_d_state",
+)
+"""Fields of models whose layers differ in what they keep, or keep a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class ModelSizes:
     """What layers keep of the last positions alone."""
     unread_bytes: int = 0
     """Of the experts that a token does not choose."""
+    state_bytes: int = 0
+    """The recurrent state of a request, whatever its length."""
     mapped_bytes: int = 0
     """Of experts, where `--expert-weights mapped` can leave them in their files; 0: it cannot."""
 
@@ -87,10 +93,12 @@ class ModelSizes:
         return sum(self.weights.values())
 
     def kv_of(self, tokens: int, requests: int = 1) -> int:
-        """Return the bytes of keys and values of so many tokens, which belong to so many requests of equal length."""
-        return self.kv_bytes * tokens + sum(
-            each.token_bytes * min(tokens, requests * each.positions) for each in self.windows
-        )
+        """Return the bytes of keys and values of so many tokens, which belong to so many requests of equal length.
+
+        Those of the requests' states included.
+        """
+        of_windows = (each.token_bytes * min(tokens, requests * each.positions) for each in self.windows)
+        return self.kv_bytes * tokens + sum(of_windows) + self.state_bytes * requests
 
     @property
     def main_format(self) -> str:
@@ -114,7 +122,7 @@ def read_sizes(path: Path) -> ModelSizes:
     in_files = {*READ_IN_FILES} - {"F32" if item == 2 else "BF16"} >= by_type.keys()  # dense ones in the model's dtype
     if gguf is None and content.get("model_type") == "gpt_oss":
         in_files = by_type.keys() == {"U8"}  # codes and scales of MXFP4
-    limit, bytes_of = _kv(content, sizes, item)
+    limit, bytes_of, state_bytes = _kv(content, sizes, item)
     return ModelSizes(
         str(content.get("model_type") or "unknown"),
         dict(sorted(weights.items(), key=lambda each: -each[1])),
@@ -123,12 +131,13 @@ def read_sizes(path: Path) -> ModelSizes:
         dtype,
         tuple(WindowKV((-(-window // BLOCK) + 2) * BLOCK, size) for window, size in bytes_of.items()),
         round(experts * (1 - _chosen_share(sizes))),
+        state_bytes,
         experts if in_files else 0,
     )
 
 
-def _kv(content: dict[str, Any], sizes: dict[str, Any], item: int) -> tuple[int, dict[int, int]]:
-    """Return the longest context, and by window, 0: none, the bytes that a token takes."""
+def _kv(content: dict[str, Any], sizes: dict[str, Any], item: int) -> tuple[int, dict[int, int], int]:
+    """Return the longest context, by window, 0: none, the bytes that a token takes, and those of a request's state."""
     if not all(sizes.get(name) for name in _ALIKE) or any(sizes.get(name) is not None for name in _UNLIKE):
         # Imported here: it takes seconds, and has to know the model's family.
         from executor_svc.models.fit.layers import read_kv
@@ -137,7 +146,7 @@ def _kv(content: dict[str, Any], sizes: dict[str, Any], item: int) -> tuple[int,
         if found is not None:
             return found
     num_layers = _integer(sizes, "num_hidden_layers", 1)
-    return _integer(sizes, "max_position_embeddings", 0), {0: num_layers * _kept_numbers(sizes) * item}
+    return _integer(sizes, "max_position_embeddings", 0), {0: num_layers * _kept_numbers(sizes) * item}, 0
 
 
 def _kept_numbers(sizes: dict[str, Any]) -> int:

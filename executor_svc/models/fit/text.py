@@ -42,10 +42,11 @@ class Room:
 def fit_lines(sizes: ModelSizes, room: Room) -> list[str]:
     """Return what the model takes, what there is, and what follows."""
     weights, length = sizes.weight_bytes, room.max_model_len or sizes.context_limit
+    state = f"a state of {human(sizes.state_bytes)} a request" if sizes.state_bytes else "no state"
     formats = ", ".join(f"{kind} {human(size)}" for kind, size in sizes.weights.items())
     lines = [
         f"weights: {human(weights)} ({formats})",
-        f"keys and values: {_of_tokens(sizes)} in {sizes.dtype}; no state beside them",
+        f"keys and values: {_of_tokens(sizes)} in {sizes.dtype}; {state} beside them",
         f"memory: {human(room.free)} are free, and {room.share:.0%} of them for this model (--gpu-memory-utilization)",
     ]
     if room.mapped and sizes.mapped_bytes:

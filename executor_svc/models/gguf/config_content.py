@@ -14,9 +14,10 @@ from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.expert_content import MAX_LAYERS, MIXTURES, expert_content
 from executor_svc.models.gguf.gemma4_content import GEMMA4, gemma4_content
 from executor_svc.models.gguf.latent_content import LATENTS
+from executor_svc.models.gguf.recurrent_content import KIMI, RECURRENT, recurrent_content
 from executor_svc.models.gguf.rope_content import VectorReader, rope_content, shortest
 
-_ARCHITECTURES = {name: architecture for name, (architecture, _) in MIXTURES.items()} | {
+_ARCHITECTURES = {name: architecture for name, (architecture, _) in (MIXTURES | RECURRENT).items()} | {
     "apertus": "ApertusForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
@@ -88,7 +89,7 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
     read = _KeyReader(file, architecture)
     heads, hidden = read.uniform("attention.head_count"), metadata.integer(f"{architecture}.embedding_length")
     head_size = metadata.integer(f"{architecture}.attention.key_length", max(1, hidden // heads))
-    if architecture in LATENTS:
+    if architecture in (*LATENTS, KIMI):
         head_size = metadata.integer(f"{architecture}.rope.dimension_count")
     elif metadata.integer(f"{architecture}.attention.value_length", head_size) != head_size:
         raise metadata.error(f"{architecture}.attention.value_length", f"must be the key length, {head_size}")
@@ -112,6 +113,9 @@ def config_content(file: GgufFile, read_vector: VectorReader) -> dict[str, Any]:
         "mlp_bias": _has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
     }
     content |= rope_content(file, architecture, head_size, read_vector)
+    if architecture in RECURRENT:
+        factors = _granite_content(read, content) if architecture == "granitehybrid" else {}
+        return content | factors | recurrent_content(file, architecture, content)
     if metadata.integer(f"{architecture}.expert_count", 0, at_least=0):
         if architecture not in MIXTURES:
             raise metadata.error(f"{architecture}.expert_count", "mixtures of experts are not supported")
@@ -170,8 +174,14 @@ class _KeyReader:
         return by_layer.pop()
 
     def first(self, name: str, default: int | None = None) -> int:
-        """As `uniform`; of an architecture whose layers differ that of the first layer."""
+        """As `uniform`; of architectures whose layers differ that of the first layer, or the largest."""
+        if self.architecture in RECURRENT and self.is_by_layer(name):
+            return max(1, *self.file.metadata.integers(f"{self.architecture}.{name}"))
         return self.by_layer(name, 1, default)[0] if self.architecture == GEMMA4 else self.uniform(name, default)
+
+    def is_by_layer(self, name: str) -> bool:
+        """Return whether a key has a number for each layer."""
+        return isinstance(self.file.metadata.get(f"{self.architecture}.{name}"), list)
 
     def by_layer(self, name: str, count: int, default: int | None = None) -> list[int]:
         """Return the positive integers of at least `count` layers, which may be given as one for all."""

@@ -34,6 +34,8 @@ MIXTURES = {
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
 """Architecture and model_type of config.json by GGUF's architecture, where it has experts."""
+_SIGMOID = ("exaone-moe", "glm4moe", "llama4", "minimax-m2")
+_OF_CHOSEN = ("gpt-oss", "granite_swa", "granitemoe")
 _LLAMA4_EVERY = 4
 _MOST_LLAMA4_WITH_NORMS = 128
 """Llama 4 of as many experts has no norms of heads, which files do not say."""
@@ -46,6 +48,8 @@ def expert_content(file: GgufFile, architecture: str, content: dict[str, Any]) -
     def integer(name: str, default: int | None = None) -> int:
         return metadata.integer(f"{architecture}.{name}", default, at_least=0)
 
+    if architecture not in LATENTS:
+        _check_gating(file, architecture)
     name, model_type = MIXTURES[architecture]
     size = _uniform(file, f"{architecture}.expert_feed_forward_length", content["intermediate_size"])
     found = {
@@ -96,6 +100,16 @@ def expert_content(file: GgufFile, architecture: str, content: dict[str, Any]) -
         case "olmoe":
             found |= {"intermediate_size": size}
     return found
+
+
+def _check_gating(file: GgufFile, architecture: str) -> None:
+    """Raise GgufError if a file says that its router is another one than the architecture's; 0: it does not say."""
+    own = {2} if architecture in _SIGMOID else {1, 3} if architecture in _OF_CHOSEN else {1}
+    key = f"{architecture}.expert_gating_func"
+    found = file.metadata.integer(key, 0, at_least=0)
+    if found not in {0, *own}:
+        supported = ", ".join(map(str, sorted(own)))
+        raise file.metadata.error(key, f"is {found}, which is not supported; supported: {supported}")
 
 
 def _uniform(file: GgufFile, key: str, default: int) -> int:
@@ -159,5 +173,5 @@ def _of_sigmoid(file: GgufFile, architecture: str, content: dict[str, Any]) -> d
         "n_shared_experts": metadata.integer(key("expert_shared_count"), at_least=0),
         "first_k_dense_replace": metadata.integer(key("leading_dense_block_count"), 0, at_least=0),
         "routed_scaling_factor": metadata.number(key("expert_weights_scale"), 1.0),
-        "norm_topk_prob": bool(metadata.get(key("expert_weights_norm"))),
+        "norm_topk_prob": metadata.flag(key("expert_weights_norm"), False),
     }

@@ -24,24 +24,11 @@ def latent_content(file: GgufFile, architecture: str, content: dict[str, Any]) -
 
     Raises GgufError.
     """
-    metadata = file.metadata
+    metadata, found = file.metadata, latent_sizes(file, architecture)
 
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    rope, length = metadata.integer(key("rope.dimension_count")), metadata.integer(key("attention.key_length"))
-    head = metadata.integer(key("attention.key_length_mla"), length)
-    value = metadata.integer(key("attention.value_length"), length)
-    if head <= rope:
-        raise metadata.error(key("attention.key_length"), f"{head} must be above rope.dimension_count {rope}")
-    has_latent = "blk.0.attn_q.weight" not in file.tensors
-    found: dict[str, Any] = {
-        "kv_lora_rank": metadata.integer(key("attention.kv_lora_rank")),
-        "q_lora_rank": metadata.integer(key("attention.q_lora_rank")) if has_latent else None,
-        "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": head - rope,
-        "v_head_dim": metadata.integer(key("attention.value_length_mla"), value),
-    }
     if architecture == "mistral4":
         return found | _mistral(file, content)
     if key("attention.temperature_scale") in metadata:
@@ -55,6 +42,28 @@ def latent_content(file: GgufFile, architecture: str, content: dict[str, Any]) -
     if gating != _SIGMOID:
         found["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
     return found | {"architectures": [name], "model_type": model_type}
+
+
+def latent_sizes(file: GgufFile, architecture: str) -> dict[str, Any]:
+    """Return the sizes of latents and heads; raises GgufError."""
+    metadata = file.metadata
+
+    def key(name: str) -> str:
+        return f"{architecture}.{name}"
+
+    rope, length = metadata.integer(key("rope.dimension_count")), metadata.integer(key("attention.key_length"))
+    head = metadata.integer(key("attention.key_length_mla"), length)
+    value = metadata.integer(key("attention.value_length"), length)
+    if head <= rope:
+        raise metadata.error(key("attention.key_length"), f"{head} must be above rope.dimension_count {rope}")
+    has_latent = not any(name.endswith(".attn_q.weight") for name in file.tensors)
+    return {
+        "kv_lora_rank": metadata.integer(key("attention.kv_lora_rank")),
+        "q_lora_rank": metadata.integer(key("attention.q_lora_rank")) if has_latent else None,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": head - rope,
+        "v_head_dim": metadata.integer(key("attention.value_length_mla"), value),
+    }
 
 
 def _mistral(file: GgufFile, content: dict[str, Any]) -> dict[str, Any]:

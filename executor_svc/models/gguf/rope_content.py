@@ -12,6 +12,8 @@ from cadenza_common.gguf.file import GgufFile
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.latent_content import LATENTS, LOG_MULTIPLIER
 
+_PARTIAL = ("glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi2", "phi3", "qwen35", "qwen35moe", "qwen3next")
+"""Architectures that rotate a part of each head."""
 VectorReader = Callable[[str], list[float] | None]
 
 
@@ -25,7 +27,7 @@ def rope_content(file: GgufFile, architecture: str, head_size: int, read_vector:
         return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
     content: dict[str, Any] = {"rope_theta": theta}
     size = metadata.integer(f"{prefix}.dimension_count", head_size)
-    if architecture in ("glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi2", "phi3"):
+    if architecture in _PARTIAL:
         content["partial_rotary_factor"] = _share(size, head_size)
     elif size != head_size:
         raise metadata.error(f"{prefix}.dimension_count", f"must be the size of a head, {head_size}, not {size}")

@@ -1,8 +1,8 @@
 """GGUF's names of the tensors that transformers' checkpoints have, and how their numbers differ.
 
 The source is llama.cpp's convert_hf_to_gguf.py. Some of its architectures, such as `llama`, rotate neighbouring
-elements of a head where transformers rotates halves: rows of query and key projections change places. Norms of Gemma
-and Nemotron have 1 added.
+elements of a head where transformers rotates halves: rows of query and key projections change places. Norms of Gemma,
+Nemotron and Qwen3.5 have 1 added.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from executor_svc.models.file_form import FINAL_NORM, HEAD, POSITIONS, TABLE
+from executor_svc.models.gguf.recurrent_names import FINAL_NORMS, RECURRENT_NAMES, RECURRENT_TENSORS, SHIFTED_NORMS
 
 _ENDS = {
     TABLE: "token_embd",
@@ -70,7 +71,11 @@ _EXPERTS = {
 """One tensor has the matrices of all experts."""
 _FUSED = {"ffn_gate_exps": 0, "ffn_up_exps": 1}
 """Which half of the rows of `ffn_gate_up_exps` each is, where files have that."""
-_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+_TENSORS = RECURRENT_TENSORS | {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
+"""Tensors of a layer that are no weights or biases of modules."""
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:.+\.)?experts\.(\d+)\.(\w+)\.(\w+)")
 _CHOICE_BIAS = re.compile(r"model\.layers\.(\d+)\..+\.e_score_correction_bias")
 _GEMMA = ("gemma2", "gemma3")
@@ -86,9 +91,10 @@ _BESIDE = {
     "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }
+_SHIFTED = (*_GEMMA, *SHIFTED_NORMS, "nemotron")
 _SCALAR = "layer_scalar"
 _NEOX_MLP = {"mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down"}
-_OTHER_NAMES: dict[str, dict[str, str]] = {
+_OTHER_NAMES: dict[str, dict[str, str]] = RECURRENT_NAMES | {
     **dict.fromkeys(_GEMMA, _GEMMA_NORMS),
     **dict.fromkeys(("exaone4", "olmo2"), _NORMS_AFTER),
     "gemma4": _GEMMA_NORMS | _INPUTS | _BESIDE,
@@ -119,7 +125,7 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
 """By architecture: what is called otherwise than in `_LAYER`, or is not there."""
-_NEIGHBOURS_ROTATED = ("granite", "granite_swa", "granitemoe", "llama", "mistral3", "smollm3")
+_NEIGHBOURS_ROTATED = ("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
 """Those whose checkpoints rotate halves; where checkpoints rotate neighbours themselves, files have their order."""
 _ROTATED = ("self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.k_proj.bias")
 
@@ -140,11 +146,13 @@ class TensorNames:
         if name.endswith(".self_attn.sinks"):
             return f"blk.{name.split('.')[2]}.attn_sinks.weight"
         part, _, kind = name.rpartition(".")
+        if part == FINAL_NORM and self.architecture in FINAL_NORMS:
+            return f"{FINAL_NORMS[self.architecture]}.{kind}"
         if part in _ENDS:
             return f"{_ENDS[part]}.{kind}"
         words = name.split(".", 3)
-        if len(words) == 4 and words[3] in _SCALES:
-            return f"blk.{words[2]}.{_SCALES[words[3]]}"
+        if len(words) == 4 and words[3] in _TENSORS:
+            return f"blk.{words[2]}.{_TENSORS[words[3]]}"
         words = part.split(".", 3)
         if kind == _SCALAR and len(words) == 3:
             return f"blk.{words[2]}.layer_output_scale.weight"
@@ -181,7 +189,9 @@ class TensorNames:
 
     def offset(self, name: str) -> float:
         """Return what the file has added to the numbers of a tensor."""
-        return 1.0 if self.architecture in (*_GEMMA, "nemotron") and name.endswith("norm.weight") else 0.0
+        if name.endswith("linear_attn.norm.weight"):
+            return 0.0
+        return 1.0 if self.architecture in _SHIFTED and name.endswith("norm.weight") else 0.0
 
 
 def halves(rows: Tensor, head_rows: int) -> Tensor:

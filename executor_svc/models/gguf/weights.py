@@ -149,6 +149,8 @@ class GgufWeights(Weights):
             tensor = replace(tensor, shape=shape)
         if len(tensor.shape) == 3 and shape == (tensor.shape[0] * tensor.shape[1], tensor.shape[2]):  # of all heads
             tensor = replace(tensor, shape=shape)
+        if tensor.type.name in DENSE_TYPES and _is_same_order(tensor.shape, shape):
+            tensor = replace(tensor, shape=shape)
         if tensor.shape != shape:
             raise LoaderError(
                 f"{tensor.path}: tensor {stored} has shape {list(tensor.shape)}, the metadata says {list(shape)}"
@@ -306,6 +308,13 @@ def read_vector(file: GgufFile, name: str) -> list[float] | None:
         )
     numbers: list[float] = _dense(tensor).whole().float().tolist()
     return numbers
+
+
+def _is_same_order(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether two shapes differ by dimensions of 1 alone, or the second is a row of what lies by group."""
+    if [each for each in stored if each != 1] == [each for each in shape if each != 1]:
+        return True
+    return len(stored) == 2 and len(shape) == 1 and math.prod(stored) == shape[0]
 
 
 def _half(tensor: GgufTensor, index: int) -> GgufTensor:

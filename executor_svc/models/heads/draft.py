@@ -61,6 +61,8 @@ def load_draft(name: str, config: ExecutorConfig, device: Device, target: Loaded
             given, supported = ", ".join(checkpoint.names) or "none", ", ".join(sorted(ARCHITECTURES))
             raise LoaderError(f"a draft model of architecture {given} is not supported; supported: {supported}")
         spec = checkpoint.read_spec()
+        if spec.has_states:
+            raise LoaderError(f"{checkpoint.architecture} has recurrent layers: no draft model may have such")
         check_vocabulary_size(spec.vocab_size, target)
         if not check_same_tokens(tokenizer_of(name, checkpoint.folder), target.tokenizer):
             _log.warning(

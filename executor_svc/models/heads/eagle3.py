@@ -126,6 +126,8 @@ class Eagle3Head:
         delta: Tensor | None = None
         for index, layer in enumerate(weights.layers):
             assert layer.before_mlp is not None
+            assert layer.attention is not None
+            assert layer.mlp is not None
             if delta is not None:
                 assert layer.before_attention is not None
                 read, residual = layer.before_attention.of_sum(delta, residual)

@@ -3,7 +3,8 @@
 Row p of a sequence reads the target's hidden state at position p, before the target's final norm, and the embedding of
 the token at position p + 1; its logits, by the target's own head, are of the token at position p + 2. Its keys and
 values lie at slot p of the head's own layer. Behind the last row it reads its own results, which are normalized: so
-one layer makes any number of drafts, each less sure than the one before.
+one layer makes any number of drafts, each less sure than the one before. That of Qwen3.5, a layer of full attention,
+reads states behind the final norm, and the embedding first, as in llama.cpp's models/qwen35.cpp.
 
 What it computes is what vLLM's mimo_mtp.py computes (written by Xiaomi), with one exception: vLLM sets the embedding of
 row 0 to zero, which is a fault there (github.com/vllm-project/vllm/issues/33299), for row 0 has a token like any other.
@@ -34,11 +35,15 @@ class MtpWeights:
     hidden_norm: Norm
     token_norm: Norm
     input_proj: Linear
-    """From a normalized hidden state and a normalized embedding, in this order side by side, to a hidden state."""
+    """From a normalized hidden state and a normalized embedding, side by side, to a hidden state."""
     layer: LayerWeights
     norm: Norm
     head: Linear
     """The target's."""
+    state_norm: Norm | None = None
+    """The target's final norm, if the head reads what that returns."""
+    token_first: bool = False
+    """As of `MtpForm`."""
 
 
 class MtpHead:
@@ -74,8 +79,10 @@ class MtpHead:
         self._rotary.fill(positions, rope_lens, ropes[0])
 
     def combine(self, states: Tensor) -> Tensor:
-        """As in `DraftHead`: the states [T, hidden] as they are, in memory of their own."""
-        return self._copied(states, self._kernels.new_rows("mtp", len(states), self.hidden_size, states.dtype))
+        """As in `DraftHead`: the states [T, hidden], as they are or normalized, in memory of their own."""
+        norm = self._weights.state_norm
+        rows = states if norm is None else norm(states)
+        return self._copied(rows, self._kernels.new_rows("mtp", len(states), self.hidden_size, states.dtype))
 
     def forward(
         self,
@@ -91,12 +98,15 @@ class MtpHead:
         layer = weights.layer
         # Operations of one shape have one memory when they are recorded: each result is copied before the next one.
         both = kernels.new_rows("mtp both", len(token_ids), 2 * size, hidden.dtype)
-        kernels.copy_columns(weights.hidden_norm(hidden), 0, both, 0, size)
+        of_token, of_hidden = (0, size) if weights.token_first else (size, 0)
+        kernels.copy_columns(weights.hidden_norm(hidden), 0, both, of_hidden, size)
         embedded = weights.embedding(token_ids, 1.0)
-        kernels.copy_columns(weights.token_norm(embedded), 0, both, size, size)
+        kernels.copy_columns(weights.token_norm(embedded), 0, both, of_token, size)
         residual = self._copied(weights.input_proj(both), hidden)
         assert layer.before_attention is not None
         assert layer.before_mlp is not None
+        assert layer.attention is not None
+        assert layer.mlp is not None
         normed = layer.before_attention(residual)
         attended = layer.attention(normed, ropes[0], kv_layers[0], plans[0], tables[0] if tables else 0)
         normed, residual = layer.before_mlp.of_sum(attended, residual)

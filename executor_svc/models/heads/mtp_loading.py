@@ -11,13 +11,14 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.models.base import WeightSource
 from executor_svc.models.checkpoint import SafetensorsWeights
-from executor_svc.models.decoder import Decoder, attention_shape, mtp_prefix
+from executor_svc.models.decoder import Decoder, attention_shape
 from executor_svc.models.decoder_loading import Checkpoint, check_memory, folder_weights, open_checkpoint
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError, find_weights
 from executor_svc.models.heads.draft import LoadedDraft, draft_config, layers_of, naming, own_few_bits, probe
 from executor_svc.models.heads.mtp import MtpHead, MtpWeights
+from executor_svc.models.heads.mtp_form import MTP_FORMS, MtpForm
 from executor_svc.models.heads.named_tensors import NamedTensors
 from executor_svc.models.layers.rope import make_rotary
 from executor_svc.models.linear_weight import linear_weight
@@ -27,8 +28,7 @@ from executor_svc.models.safetensors_file import tensors_of
 from executor_svc.models.spec import MTP_LAYERS_FIELD, DecoderSpec, linear_shapes
 from executor_svc.models.stored_names import decoder_names
 
-_ARCHITECTURE = "MiMoForCausalLM"
-_LAYER = mtp_prefix(0)
+_SUPPORTED = ", ".join(MTP_FORMS)
 
 
 def has_mtp(config: ExecutorConfig) -> bool:
@@ -37,9 +37,10 @@ def has_mtp(config: ExecutorConfig) -> bool:
     A config.json that names one is not enough: tools that quantize or merge models leave its tensors out.
     """
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
-    if checkpoint.architecture != _ARCHITECTURE or checkpoint.read_spec().num_mtp_layers != 1:
+    form = _form_of(checkpoint)
+    if form is None or checkpoint.read_spec().num_mtp_layers != 1:
         return False
-    return config.load_format == "dummy" or _has_tensors(checkpoint.folder)
+    return config.load_format == "dummy" or _has_tensors(checkpoint.folder, form)
 
 
 def check_mtp(config: ExecutorConfig) -> None:
@@ -54,45 +55,60 @@ def load_mtp(config: ExecutorConfig, device: Device, target: LoadedModel) -> Loa
     a head, and for a head that is incomplete or not supported; NumericsError as `load_model`.
     """
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
-    spec, config = _head_spec(config, checkpoint), draft_config(config.model, config)
+    (spec, form), config = _head_spec(config, checkpoint), draft_config(config.model, config)
     assert isinstance(target.model, Decoder)
     with naming(config.model, f"--speculative {config.speculative}: --model"), own_few_bits(device) as few_bits:
         weights = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec)
-        reader = _MtpReader(spec, weights, config, device, target)
+        reader = _MtpReader(spec, form, weights, config, device, target)
         max_model_len = target.geometry.max_model_len
         reader.check(checkpoint.folder, max_model_len)
         with device.loading():
             model = reader.head(max_model_len)
         if isinstance(weights, SafetensorsWeights):
-            weights.check_all_used(lambda tensor: not tensor.startswith(_LAYER))
+            weights.check_all_used(lambda tensor: not tensor.startswith(form.before))
         weights.refuse_not_finite(f"model folder {checkpoint.folder}")
         probe(config, device)
         layers = layers_of(model, device, weights.num_parameters + reader.num_shared, few_bits)
         return LoadedDraft(model, layers, spec.context_limit, weights.num_parameters)
 
 
-def _head_spec(config: ExecutorConfig, checkpoint: Checkpoint) -> DecoderSpec:
-    """Return a decoder that consists of the head's layer; raises LoaderError naming option, model and field."""
-    named, model = checkpoint.content.get(MTP_LAYERS_FIELD), f"--speculative {config.speculative}: {config.model}"
-    if not named:
-        where = "config.json" if checkpoint.gguf is None else "the GGUF file"
-        found = f"is not in {where}" if named is None else f"is {brief(named)}"
-        raise LoaderError(f"{model} has no MTP head ({MTP_LAYERS_FIELD} {found}); supported: that of {_ARCHITECTURE}")
-    if checkpoint.architecture != _ARCHITECTURE:
+def _head_spec(config: ExecutorConfig, checkpoint: Checkpoint) -> tuple[DecoderSpec, MtpForm]:
+    """Return a decoder that consists of the head's layer, and the head's form.
+
+    Raises LoaderError naming option, model and field.
+    """
+    model, form = f"--speculative {config.speculative}: {config.model}", _form_of(checkpoint)
+    if form is None:
+        named = checkpoint.content.get(MTP_LAYERS_FIELD)
+        if not named:
+            raise _no_head(model, MTP_LAYERS_FIELD, named, checkpoint)
         raise LoaderError(
             f"{model} has no MTP head that is supported ({MTP_LAYERS_FIELD} is {brief(named)}, the "
-            f"architecture {', '.join(checkpoint.names) or 'none'}); supported: that of {_ARCHITECTURE}"
+            f"architecture {', '.join(checkpoint.names) or 'none'}); supported: that of {_SUPPORTED}"
         )
+    if not form.layers(checkpoint.content) or checkpoint.gguf is not None:
+        raise _no_head(model, form.count_field, form.layers(checkpoint.content), checkpoint)
     spec = checkpoint.read_spec()
     if spec.num_mtp_layers > 1:
-        raise LoaderError(f"{model}: {MTP_LAYERS_FIELD} is {named}: only heads of 1 layer are supported")
-    return replace(spec, layers=spec.layers[:1])
+        raise LoaderError(f"{model}: {form.count_field} is {spec.num_mtp_layers}: only heads of 1 layer are supported")
+    layer = next(layer for layer in spec.layers if layer.has_attention)
+    return replace(spec, layers=(layer,)), form
 
 
-def _has_tensors(folder: Path) -> bool:
+def _form_of(checkpoint: Checkpoint) -> MtpForm | None:
+    return None if checkpoint.architecture is None else MTP_FORMS.get(checkpoint.architecture)
+
+
+def _no_head(model: str, name: str, value: object, checkpoint: Checkpoint) -> LoaderError:
+    where = "config.json" if checkpoint.gguf is None else "the GGUF file"
+    found = f"is {brief(value)}" if value is not None and checkpoint.gguf is None else f"is not in {where}"
+    return LoaderError(f"{model} has no MTP head ({name} {found}); supported: that of {_SUPPORTED}")
+
+
+def _has_tensors(folder: Path, form: MtpForm) -> bool:
     found = find_weights(folder)
     return any(
-        name.startswith(_LAYER) for name in decoder_names(found if isinstance(found, dict) else tensors_of(found))
+        name.startswith(form.before) for name in decoder_names(found if isinstance(found, dict) else tensors_of(found))
     )
 
 
@@ -102,16 +118,17 @@ class _MtpReader:
     def __init__(
         self,
         spec: DecoderSpec,
+        form: MtpForm,
         weights: SafetensorsWeights | DummyWeights,
         config: ExecutorConfig,
         device: Device,
         target: LoadedModel,
     ) -> None:
-        self._spec, self._weights, self._device, self._target = spec, weights, device, target
+        self._spec, self._form, self._weights, self._device, self._target = spec, form, weights, device, target
         self.num_shared = 0
         """Parameters of the target that are read once more for the head, after `head`."""
         self._rounding = rounding_of(config, device)
-        source: WeightSource = NamedTensors(weights, {"model.layers.0.": _LAYER})
+        source: WeightSource = NamedTensors(weights, form.replaced)
         self._source = source if self._rounding is None else RoundedSource(source, self._rounding)
         self._decoder = DecoderWeights(spec, self._source, device)
 
@@ -119,7 +136,7 @@ class _MtpReader:
         """Raise LoaderError, before memory is taken, if linears are missing or do not fit into memory."""
         linears = list(self._linears())
         elements = sum(rows * columns for _, (rows, columns) in linears)
-        held = self._weights.least_bytes(elements, _LAYER)
+        held = self._weights.least_bytes(elements, self._form.before)
         if self._rounding is not None:
             held = rounded_bytes(self._rounding, elements)
         tables = self._spec.num_rotary_elements(max_model_len) * self._device.dtype.itemsize
@@ -137,6 +154,7 @@ class _MtpReader:
     def head(self, max_model_len: int) -> MtpHead:
         """Read everything; inside `Device.loading`."""
         spec, device = self._spec, self._device
+        assert isinstance(self._target.model, Decoder)
         (layer,) = spec.layers
         ends = self._target.whole_ends(embedding=True, head=True)
         assert ends.embedding is not None
@@ -157,5 +175,7 @@ class _MtpReader:
             layer=self._decoder.layer(0, shape, None),
             norm=norm,
             head=ends.head,
+            state_norm=self._target.model.final_norm if self._form.reads_normed else None,
+            token_first=self._form.token_first,
         )
         return MtpHead(spec, self._target.model.num_layers, weights, shape, rotary, device.kernels)

@@ -72,11 +72,12 @@ class Attention:
         sinks: Tensor | None = None,
         gated: bool = False,
         ranks: HeadNormRanks | None = None,
+        head_gate: Linear | None = None,
     ) -> None:
         """Take the parts of a layer.
 
         sinks: as in `Kernels.attention`; gated: as `DecoderSpec.attention_gate`. ranks: that have all heads together,
-        where the norms are of all of them.
+        where the norms are of all of them. head_gate: as of `LayerNames`, with the row of a head for each column.
         """
         self._shape = shape
         self._qkv = qkv
@@ -87,6 +88,7 @@ class Attention:
         self._sinks = sinks
         self._gate_columns = shape.num_heads * shape.padded_head_size if gated else 0
         self._ranks = ranks
+        self._head_gate = head_gate
 
     def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan, table: int = 0) -> Tensor:
         """Return [T, hidden] for x [T, hidden]; write this step's keys and values, if it has its own, to kv_layer.
@@ -101,6 +103,8 @@ class Attention:
         attended = kernels.attention(q, kv_layer, self._shape, plan, self._scales, self._sinks, table)
         if self._gate_columns:
             attended = kernels.activate_times(gates, attended, 0, "sigmoid")
+        if self._head_gate is not None:
+            attended = kernels.activate_times(self._head_gate(x), attended, 0, "sigmoid")
         return self._output(attended)
 
 

@@ -77,10 +77,15 @@ class Rotary(Protocol):
         ...
 
 
-def make_rotary(config: RopeConfig | None, max_model_len: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-    """Return cos and sin for positions below max_model_len; config None: nothing is rotated."""
+def make_rotary(
+    config: RopeConfig | None, max_model_len: int, dtype: torch.dtype, device: torch.device, columns: int = 0
+) -> Rotary:
+    """Return cos and sin for positions below max_model_len; config None: nothing is rotated.
+
+    columns: of cos and sin then: latent attention has them.
+    """
     if config is None:
-        return NoRotary(dtype, device)
+        return NoRotary(dtype, device, columns)
     if isinstance(config.scaling, DynamicScaling):
         return DynamicRotary(config, config.scaling, dtype)
     return RotaryTables(config, max_model_len, dtype, device)
@@ -110,13 +115,14 @@ def _spread(halves: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class NoRotary:
-    """Rotates nothing: cos and sin have no columns."""
+    """Rotates nothing: cos and sin have no columns, or one row of ones and zeros."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._none = torch.empty(1, 0, dtype=dtype, device=device)
+    def __init__(self, dtype: torch.dtype, device: torch.device, columns: int = 0) -> None:
+        self._cos = torch.ones(1, columns, dtype=dtype, device=device)
+        self._sin = torch.zeros(1, columns, dtype=dtype, device=device)
 
     def new(self, positions: Tensor) -> Rope:
-        return Rope(self._none, self._none, positions)
+        return Rope(self._cos, self._sin, torch.zeros_like(positions) if self._cos.shape[1] else positions)
 
     def fill(self, positions: Tensor, rope_lens: Tensor, rope: Rope) -> None:
         """Nothing to do."""

@@ -37,9 +37,10 @@ class RankBuilder:
     ) -> Linear:
         if name in ROW_PARALLEL:
             return SummedLinear(self._device.prepare_linear(name, weight), bias, self._ranks)
+        if name == PARTIAL:  # the bias is added once
+            own_bias = bias if self._ranks.share.rank == 0 else None
+            return PartialLinear(self._device.prepare_linear(name, weight, own_bias), self._ranks)
         linear = self._device.prepare_linear(name, weight, bias)
-        if name == PARTIAL:
-            return PartialLinear(linear, self._ranks)
         return self._head(linear) if name == HEAD else linear
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:

@@ -41,10 +41,12 @@ class Part:
 
 def check_split(spec: DecoderSpec, size: int) -> None:
     """Raise ModelConfigError, by the field's name, for a model that cannot be divided among so many ranks."""
+    if spec.has_states:
+        raise ModelConfigError("recurrent layers are not divided among ranks")
     sizes = {("num_attention_heads", spec.num_heads)}
     for index, layer in enumerate(spec.layers):
         experts = layer.experts
-        if experts is None or experts.names.beside is not None:
+        if layer.has_mlp and (experts is None or experts.names.beside is not None):
             sizes.add(("intermediate_size", spec.sizes(index).intermediate_size))
         if experts is not None and experts.router.num_experts < size:
             raise ModelConfigError(f"num_experts {experts.router.num_experts} are fewer than {size} ranks")

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from executor_svc.device.dequantize import is_nan
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.quantized.group_numbers import (
@@ -114,7 +115,14 @@ def open_fp8(
     checked(tensors, name, [shape], [torch.float8_e4m3fn])
     scale_dtype, scales = _scales(tensors, f"{prefix}.{scale_name}", shape, grouping)
     kind = QuantFormat(name="fp8", bits=8, group=group, values="e4m3", scale=SCALE_TYPES[scale_dtype])
-    return LazyRows(shape, kind, _reader(tensors, name, shape, _bytes, scales, None), scale_rows=grouping.rows)
+
+    def codes(stored: Tensor) -> Tensor:
+        found = stored.view(torch.uint8)
+        if is_nan(found).any():
+            raise LoaderError(f"tensor {name} holds NaN: the checkpoint is damaged")
+        return found
+
+    return LazyRows(shape, kind, _reader(tensors, name, shape, codes, scales, None), scale_rows=grouping.rows)
 
 
 def open_mxfp4(tensors: CheckpointTensors, prefix: str, shape: tuple[int, int]) -> QuantRows:
@@ -152,10 +160,6 @@ def _scales(
             yield block
 
     return dtype, read
-
-
-def _bytes(stored: Tensor) -> Tensor:
-    return stored.view(torch.uint8)
 
 
 def _reader(

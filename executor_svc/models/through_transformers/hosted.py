@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, KVScales, Rope
+from executor_svc.device.states import StateMemory, StatePlan
 from executor_svc.models.through_transformers.attention import PagedAttention, attending
 from executor_svc.models.through_transformers.probe import LayerAttention, ProbeResult
 from executor_svc.plan.description import LayerHeads
+from executor_svc.plan.state_sizes import LayerState
 
 
 class HostedModel:
@@ -32,6 +34,7 @@ class HostedModel:
         self.attention_shapes: tuple[AttentionShape, ...] = tuple(dict.fromkeys(shapes))
         self.windows = tuple(shape.window for shape in shapes)
         self._plan_of = [self.attention_shapes.index(shape) for shape in shapes]
+        self.layer_states: tuple[LayerState | None, ...] = (None,) * self.num_layers
         self.layer_heads = tuple(LayerHeads(shape.num_kv_heads, shape.head_size) for shape in shapes)
         self.kv_scales: Sequence[KVScales | None] = [None] * self.num_layers
         """Scales of each layer, for a cache in fp8; must be set before the model runs over such a cache."""
@@ -55,6 +58,8 @@ class HostedModel:
         kv_layers: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
         tables: Sequence[int] = (),
+        states: Sequence[StateMemory | None] = (),
+        state_plan: StatePlan | None = None,
     ) -> Tensor:
         """Return hidden states [T, hidden], the input of the head; arguments as in `models.base.CausalLM`."""
         attend = PagedAttention(

@@ -83,6 +83,8 @@ class Lane:
     def reset_session(self) -> None:
         """Start over with the executor's slots empty: no plans. Running sequences keep their slots and blocks here."""
         spec = self.spec
+        if self.blocks.snapshots is not None:
+            self.blocks.snapshots.clear()
         holders = {held_slot(sequence): sequence for sequence in self.running}
         self.slots = SlotPool(spec.num_slots, holders)
         self.prefilling = RunningQueue(self.order)
@@ -222,6 +224,8 @@ class Lane:
         """
         slots = self.decode_batch.finish_all(sequences)
         self.blocks.free_all(sequences)
+        for sequence in sequences if self.blocks.snapshots is not None else ():
+            self._release_saves(sequence)
         self.running.remove_all(sequences)
         self.slots.release_all(slots)
         self.discarding_slots.update(slots)
@@ -256,6 +260,12 @@ class Lane:
         sequence.slot, sequence.described = None, False
         if not keeps_blocks:
             self.blocks.free(sequence, invalid_kv=invalid_kv)
+        self._release_saves(sequence)
+
+    def _release_saves(self, sequence: Sequence) -> None:
+        """The executor drops what is armed for a slot that is released by the plan being made, or by the next one."""
+        if self.blocks.snapshots is not None:
+            self.blocks.snapshots.release(sequence, self.counts.last_step_id + 1)
 
     def take_released_slots(self, step_id: int) -> list[int]:
         """The slots that the plan of this step releases on the executor."""
@@ -266,6 +276,8 @@ class Lane:
     def on_result(self, step_id: int) -> None:
         """Record a step's result: slots become free, and the last holders of vacated slots are forgotten."""
         self.slots.on_result(step_id)
+        if self.blocks.snapshots is not None:
+            self.blocks.snapshots.pass_step(step_id)
         passed = []
         for slot, newest_step_id in self.vacated.items():
             if newest_step_id > step_id:

@@ -65,6 +65,10 @@ class PlannedStep:
     """The moves of the plan by block: in the plan they are by page."""
     window_appends: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """By KV group other than 0: slots, and the pages appended to their tables."""
+    forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    """With states: sources and samples that begin with this step; the next plan copies the sources' states."""
+    saves: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    """Copies of states that this plan arms: slot, position and pages of each."""
 
     num_planned_tokens: int | None = None
     """`total_tokens`, kept when the step is planned; None before."""

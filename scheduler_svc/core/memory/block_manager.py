@@ -17,13 +17,10 @@ from scheduler_svc.core.kv_groups import GroupSizes
 from scheduler_svc.core.memory.block_moves import Moves
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.block_tables import (
-    MovedTables,
-    Table,
     check_table,
     clear_tables,
     count_holders,
     device_tables,
-    distinct_blocks,
     host_tables,
     is_shared_by_group,
     share_table,
@@ -31,17 +28,18 @@ from scheduler_svc.core.memory.block_tables import (
     stop_sharing,
 )
 from scheduler_svc.core.memory.block_tiers import BlockTiers
-from scheduler_svc.core.memory.cached_blocks import CachedBlocks
 from scheduler_svc.core.memory.hit_rule import HitRule
 from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.memory.paged_tiers import make_tiers
 from scheduler_svc.core.memory.prefix_cache import CachedPrefix, PrefixCounts
 from scheduler_svc.core.memory.rates import MeasuredRates
+from scheduler_svc.core.memory.state_tables import StateTables
+from scheduler_svc.core.memory.swapped_blocks import SwappedBlocks
 from scheduler_svc.core.memory.window_tables import WindowTables
 from scheduler_svc.core.sequences.sequence import Sequence
 
 
-class BlockManager(CachedBlocks):
+class BlockManager(SwappedBlocks):
     """Allocates blocks to sequences and frees them. Sizes are in tokens unless stated in blocks.
 
     Without `caching` there is no prefix cache; without `rates` every move counts as cheaper than computing.
@@ -63,8 +61,6 @@ class BlockManager(CachedBlocks):
     ) -> None:
         """num_ids: as in `make_tiers`."""
         self.sizes = sizes
-        self.windows: WindowTables | None = None
-        """Of KV groups with a window; None: there are none."""
         self.prefix_counts = prefix_counts or PrefixCounts()
         self._num_watermark_blocks = int(watermark * num_blocks)
         self.block_pages = 1 if sizes is None else sizes.block_pages
@@ -74,9 +70,13 @@ class BlockManager(CachedBlocks):
             tiers = BlockTiers(BlockPool(num_blocks), BlockPool(num_host_blocks), block_size, rates)
         else:
             tiers = paged = make_tiers(num_blocks, num_host_blocks, block_size, rates, sizes, num_ids)
+            rule = HitRule(paged, sizes) if sizes.extra_pages else None
             if sizes.windows:
-                self.windows, rule = WindowTables(paged, sizes), HitRule(paged, sizes)
+                self.windows = WindowTables(paged, sizes)
+            if paged.states is not None:
+                self.states = StateTables(paged, paged.states, sizes.state_pages, block_size)
         super().__init__(tiers, block_size, caching=caching, rule=rule)
+        self.snapshots = self.states.snapshots if self.states is not None and caching else None
         self.host_pool = tiers.host
 
     @property
@@ -113,14 +113,14 @@ class BlockManager(CachedBlocks):
         if sizes is None:
             return num_to_take
         num_pages = num_to_take * sizes.full_pages
+        places = self.tiers.cache.places(found.nodes)
         if self.windows is not None:
-            places = self.tiers.cache.places(found.nodes)
             num_pages += self.windows.num_to_open(places, num_blocks, chunk or sizes.max_chunk)
-        return num_pages
+        return num_pages if self.states is None else num_pages + self.states.num_to_open(places)
 
     def num_pages_of(self, sequence: Sequence) -> int:
-        """Number of pages of its blocks that it or others hold."""
-        return self.pool.num_pages_of(sequence.block_ids)
+        """Number of pages of its state, and of its blocks that it or others hold."""
+        return self.pool.num_pages_of(sequence.block_ids) + len(sequence.state_pages)
 
     def pages_of(self, block_ids: Ids[int]) -> Ids[int]:
         """The pages of device blocks in the group without a window."""
@@ -198,9 +198,11 @@ class BlockManager(CachedBlocks):
             )
         if self.caching:
             self._lookups.forget(sequence)
+        places = self.tiers.cache.places(found.nodes) if found and self.sizes is not None else []
+        claim = None if self.states is None else self.states.claim(places)
         if found and num_found:
             if self.windows is not None:
-                claimed = self.windows.claim(self.tiers.cache.places(found.nodes))
+                claimed = self.windows.claim(places)
             sequence.block_ids = self.tiers.take_cached(found.nodes, num_new)
             sequence.num_cached_blocks, sequence.cache_node = num_found, found.nodes[-1]
         else:
@@ -209,14 +211,16 @@ class BlockManager(CachedBlocks):
                 share_table(self.pool, source, sequence, num_shared, self.block_size)
             sequence.block_ids += taken
             sequence.num_cached_blocks, sequence.cache_node = 0, None
+        sequence.prefix_ends = (num_found, found.num_matched) if found and self.sizes is not None else ()
         if self.windows is not None and self.sizes is not None:
             chunk = chunk or self.sizes.max_chunk
-            sequence.prefix_ends = (num_found, found.num_matched) if found else ()
             if num_found:
                 self.windows.open_found(sequence, num_found, chunk)
                 self.windows.end_claim(claimed)
             else:
                 self.windows.open(sequence, num_shared, chunk)
+        if self.states is not None:
+            self.states.open(sequence, claim)
         if found and found.num_queried:
             self.prefix_counts.num_queried += found.num_queried
             self.prefix_counts.num_hits += found.num_tokens
@@ -225,7 +229,8 @@ class BlockManager(CachedBlocks):
     def share_blocks(self, source: Sequence, child: Sequence, num_tokens: int, *, in_windows: bool = True) -> None:
         """Fork: share all blocks of `source` that hold the first `num_tokens` tokens with a child without blocks.
 
-        Without `in_windows` the child holds none of them in windows: it waits for the source to compute them.
+        Without `in_windows` the child holds none of them in windows: it waits for the source to compute them. Its state
+        is its own.
         """
         num_blocks = self.num_blocks_for(num_tokens)
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
@@ -236,6 +241,8 @@ class BlockManager(CachedBlocks):
                 self.windows.share(source, child)
             else:
                 child.windows = [range(0)] * self.windows.num_groups
+        if self.states is not None:
+            self.states.open(child)
         cache, node, num_cached = self.tiers.cache, source.cache_node, source.num_cached_blocks
         while node is not None and num_cached > num_tokens // self.block_size:
             node = cache.parent_node(node)
@@ -296,8 +303,7 @@ class BlockManager(CachedBlocks):
                 self.tiers.uncache(block_id)
         else:
             self.cache_full_blocks(sequence)
-        if self.windows is not None:
-            self.windows.drop(sequence)
+        self._drop_others(sequence)
         if sequence.host_block_ids:
             self.tiers.drop_host_table(sequence.host_block_ids, sequence.shared_blocks)
         else:
@@ -309,71 +315,28 @@ class BlockManager(CachedBlocks):
         if self.caching:
             for sequence in sequences:
                 self.cache_full_blocks(sequence)
-        if self.windows is not None:
+        if self.sizes is not None:
             for sequence in sequences:
-                self.windows.drop(sequence)
+                self._drop_others(sequence)
         # Last first, as in `free`.
         self.tiers.drop([block_id for sequence in sequences for block_id in reversed(sequence.block_ids)])
         for sequence in sequences:
             sequence.block_ids = []
             sequence.num_cached_blocks, sequence.cache_node = 0, None
 
+    def _drop_others(self, sequence: Sequence) -> None:
+        """Free what it has beside its blocks."""
+        if self.windows is not None:
+            self.windows.drop(sequence)
+        if self.states is not None:
+            if self.snapshots is not None and not sequence.host_block_ids:
+                self.snapshots.renew_last(sequence)
+            self.states.drop(sequence)
+
     def num_reserved(self, sequence: Sequence) -> int:
         """Number of blocks that it holds beyond those of its computed and known tokens."""
         present = max(sequence.num_computed_tokens, sequence.num_tokens)
         return max(0, len(sequence.block_ids) - self.num_blocks_for(present))
-
-    def num_to_swap(self, sequences: Iterable[Sequence]) -> int:
-        """Number of pages of the distinct device blocks of these sequences."""
-        return self.pool.num_pages_of(distinct_blocks(device_tables(sequences)))
-
-    def swap_out(self, sequences: Collection[Sequence]) -> bool:
-        """Move all their blocks to the host pool, shared ones once; False without any change if they do not fit.
-
-        Also False if the plan being made swaps one of the blocks in.
-        """
-        tiers = self.tiers
-        block_ids = distinct_blocks(device_tables(sequences))
-        if self.pool.num_pages_of(block_ids) > tiers.host.num_free or not tiers.moves.swap_ins.keys().isdisjoint(
-            block_ids
-        ):
-            return False
-        host_of = dict(zip(block_ids, tiers.take_host(len(block_ids)), strict=True))
-        tiers.swap_out_all(host_of)
-        moved_tables = MovedTables(tiers.host, host_of)
-        for sequence, table in zip(sequences, device_tables(sequences), strict=True):
-            moved = moved_tables.hold(table)
-            self._move_windows(sequence, tiers.device, tiers.host, moved)
-            tiers.drop_table(*table)
-            clear_tables(sequence)
-            sequence.host_block_ids, sequence.shared_blocks = moved
-        return True
-
-    def num_to_swap_in(self, sequences: Iterable[Sequence]) -> int:
-        """Number of pages of the distinct host blocks of these sequences."""
-        return self.host_pool.num_pages_of(distinct_blocks(host_tables(sequences)))
-
-    def swap_in(self, sequences: Collection[Sequence]) -> None:
-        """Move all their blocks back; raises InvariantError if too few are free, or if this plan swaps them out."""
-        tiers = self.tiers
-        host_ids = distinct_blocks(host_tables(sequences))
-        if not tiers.moves.swap_outs.keys().isdisjoint(host_ids):
-            raise InvariantError("blocks would be swapped out and in by one plan")
-        device_of = dict(zip(host_ids, tiers.take(len(host_ids)), strict=True))
-        tiers.quarantine(device_of)
-        tiers.swap_in_all(device_of)
-        moved_tables = MovedTables(tiers.device, device_of)
-        for sequence, table in zip(sequences, host_tables(sequences), strict=True):
-            moved = moved_tables.hold(table)
-            self._move_windows(sequence, tiers.host, tiers.device, moved)
-            tiers.drop_host_table(*table)
-            clear_tables(sequence)
-            sequence.block_ids, sequence.shared_blocks = moved
-
-    def _move_windows(self, sequence: Sequence, source: BlockPool, target: BlockPool, moved: Table) -> None:
-        if self.windows is not None:
-            self.windows.hold_all(sequence, cast("PagedPool", target), moved[0])
-            self.windows.leave_all(sequence, cast("PagedPool", source))
 
     def take_moves(self) -> Moves:
         """Close the plan: return the moves since the last call, and release the blocks that were kept for it."""
@@ -396,3 +359,5 @@ class BlockManager(CachedBlocks):
         self.tiers.check_integrity(on_device, on_hosts)
         if self.windows is not None:
             self.windows.check_integrity(holders)
+        if self.states is not None:
+            self.states.check_integrity(each for each in holders if each.block_ids or each.host_block_ids)

@@ -10,6 +10,7 @@ from scheduler_svc.core.memory.block_tiers import BlockTiers
 from scheduler_svc.core.memory.hit_rule import HitRule
 from scheduler_svc.core.memory.prefix_cache import NO_PREFIX, CachedPrefix, Key, Parent, pack_blocks
 from scheduler_svc.core.memory.prefix_lookups import PrefixLookups, may_hit, root_of
+from scheduler_svc.core.memory.snapshots import Snapshots
 from scheduler_svc.core.sequences.sequence import Sequence
 
 
@@ -22,6 +23,8 @@ class CachedBlocks:
         self.caching = caching
         self.tiers = tiers
         self.pool: BlockPool = tiers.device
+        self.snapshots: Snapshots | None = None
+        """Copies of states that are being made for the prefix cache; None: there are no states, or no cache."""
         self._lookups = PrefixLookups(tiers, block_size, rule)
 
     def find_cached_prefix(self, sequence: Sequence) -> CachedPrefix:
@@ -111,3 +114,5 @@ class CachedBlocks:
                 self.tiers.replace(node, block_ids[index])
             parent = node
         sequence.num_cached_blocks, sequence.cache_node = num_full, node
+        if self.snapshots is not None:
+            self.snapshots.note_nodes(sequence)

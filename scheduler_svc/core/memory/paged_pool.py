@@ -3,7 +3,10 @@
 A block has its pages of the group without a window from when it is taken until it is unused. It has its pages of a
 window group while somebody holds it in that window: `window_tables` says who. Pages of a cached block stay when nobody
 holds it in the window any more, until they are needed: with them a prefix that ends there is a hit
-(docs/decisions/0063).
+(docs/decisions/0063). So do those of a copy of a state, which only cached blocks have: its *snapshot*. It counts here
+as one more window group, the last one (docs/decisions/0071).
+
+States of sequences, and copies that are still to be made, have pages of the pool too, beside all blocks.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from scheduler_svc.core.memory.block_pool import BlockPool
 
 _WindowBlock = tuple[int, int]
 """Window group and block."""
-BlockPages = tuple[tuple[int, ...], ...]
-"""Pages of a block: in the group without a window, then in each window group; empty where it has none."""
+Pages = tuple[int, ...]
+BlockPages = tuple[Pages, ...]
+"""Pages of a block: in the group without a window, in each window group, of its snapshot; empty where it has none."""
 
 
 class PagedPool(BlockPool):
@@ -31,14 +35,15 @@ class PagedPool(BlockPool):
         self.block_pages = sizes.full_pages
         self._num_pages = num_pages
         self._sizes = sizes
+        self._extra_pages = sizes.extra_pages
         self._unused_pages = list(range(num_pages - 1, -1, -1))
         self._full: list[tuple[int, ...]] = [()] * num_blocks
-        self.windows: list[dict[int, tuple[int, ...]]] = [{} for _ in sizes.windows]
+        self.windows: list[dict[int, Pages]] = [{} for _ in self._extra_pages]
         """By window group: the pages of the blocks that are in the window of a holder, or are cached with them."""
-        self.window_refs: list[dict[int, int]] = [{} for _ in sizes.windows]
+        self.window_refs: list[dict[int, int]] = [{} for _ in self._extra_pages]
         """By window group: the number of these holders, by block; without one, the pages are idle."""
         self.num_window_changes = 0
-        """Grows whenever a cached block loses idle pages of a window."""
+        """Grows whenever a cached block loses idle pages of a window, or gets a snapshot."""
         self._spare: OrderedDict[_WindowBlock, None] = OrderedDict()
         """Idle pages of windows that a sequence has only passed, the oldest first: they go before all else."""
         self._kept: OrderedDict[_WindowBlock, int] = OrderedDict()
@@ -48,6 +53,10 @@ class PagedPool(BlockPool):
         self._idle_since = [0] * num_blocks
         """By idle block, its moment."""
         self._moment = 0
+        self.states: set[Pages] = set()
+        """The states of sequences, and the pages of copies that are not snapshots yet."""
+        self.loose: OrderedDict[Pages, object] = OrderedDict()
+        """Of these, the copies of released slots, the oldest first, each with whom to ask for it: free if needed."""
         self.note_windows: Callable[[int], None] = lambda node: None
         """Called when the block of this node, which is cached, gets or loses pages of a window."""
 
@@ -57,8 +66,8 @@ class PagedPool(BlockPool):
 
     @property
     def num_free(self) -> int:
-        """Number of pages that are unused, or would be without idle blocks."""
-        return len(self._unused_pages) + self.num_idle_pages
+        """Number of pages that are unused, or would be without idle blocks and loose copies."""
+        return len(self._unused_pages) + self.num_idle_pages + len(self.loose) * self._sizes.state_pages
 
     @property
     def num_idle_pages(self) -> int:
@@ -85,7 +94,7 @@ class PagedPool(BlockPool):
 
     def num_pages_of(self, block_ids: Collection[int]) -> int:
         num_pages = len(block_ids) * self.block_pages
-        for group, refs in zip(self._sizes.windows, self.window_refs, strict=True):
+        for group, refs in zip(self._sizes.windows, self.window_refs, strict=False):
             num_pages += group.pages_per_block * sum(block_id in refs for block_id in block_ids)
         return num_pages
 
@@ -171,12 +180,55 @@ class PagedPool(BlockPool):
         self.note_windows(self.cached[block_id])
         return True
 
+    def take_state(self) -> Pages:
+        """Take the pages of a state, which must be unused."""
+        pages = self._take_pages(self._sizes.state_pages)
+        self.states.add(pages)
+        return pages
+
+    def free_state(self, pages: Pages) -> None:
+        """Free the pages of a state."""
+        self.states.remove(pages)
+        self._unused_pages += pages[::-1]
+
+    def free_loose(self) -> bool:
+        """Free the oldest loose copy of a state; False: there is none."""
+        if not self.loose:
+            return False
+        self.free_state(self.loose.popitem(last=False)[0])
+        return True
+
+    def add_snapshot(self, block_id: int, pages: Pages) -> None:
+        """Let a cached block without a snapshot have this copy of a state; it is idle."""
+        self.states.remove(pages)
+        self.set_snapshot(block_id, pages)
+
+    def set_snapshot(self, block_id: int, pages: Pages) -> None:
+        """As `add_snapshot`, of pages that another block had."""
+        group = len(self.windows) - 1
+        self.windows[group][block_id] = pages
+        self._rest((group, block_id), is_spare=False)
+        self.num_window_changes += 1
+        self.note_windows(self.cached[block_id])
+
+    def pop_snapshot(self, block_id: int) -> Pages:
+        """Take away the idle snapshot of a block, for another one."""
+        group = len(self.windows) - 1
+        self._wake((group, block_id))
+        return self.windows[group].pop(block_id)
+
+    def renew(self, group: int, block_id: int) -> None:
+        """Idle pages of a window count as held until now."""
+        if (group, block_id) in self._kept:
+            del self._kept[group, block_id]
+            self._kept[group, block_id] = self._moment
+
     def is_kept(self, group: int, block_id: int) -> bool:
         """Whether a block has idle pages in a window group that are not spare."""
         return (group, block_id) in self._kept
 
     def _add_window(self, group: int, block_id: int) -> None:
-        self.windows[group][block_id] = self._take_pages(self._sizes.windows[group].pages_per_block)
+        self.windows[group][block_id] = self._take_pages(self._extra_pages[group])
         if block_id in self.cached:
             self.note_windows(self.cached[block_id])
 
@@ -185,12 +237,12 @@ class PagedPool(BlockPool):
             self._spare[key] = None
         else:
             self._kept[key] = self._moment
-        self._num_idle_pages += self._sizes.windows[key[0]].pages_per_block
+        self._num_idle_pages += self._extra_pages[key[0]]
 
     def _wake(self, key: _WindowBlock) -> None:
         if self._kept.pop(key, None) is None:
             del self._spare[key]
-        self._num_idle_pages -= self._sizes.windows[key[0]].pages_per_block
+        self._num_idle_pages -= self._extra_pages[key[0]]
 
     def _drop_idle_windows(self, block_id: int) -> None:
         for group, (of_blocks, refs) in enumerate(zip(self.windows, self.window_refs, strict=True)):
@@ -222,22 +274,25 @@ class PagedPool(BlockPool):
         pages = list(self._unused_pages)
         held = [block_id for block_id, number in holders.items() if number]
         pages += chain.from_iterable(self._full[block_id] for block_id in self.cached.keys() | held)
+        pages += chain.from_iterable(self.states)
+        if not self.loose.keys() <= self.states:
+            raise InvariantError("a loose copy of a state has no pages")
         idle = set[_WindowBlock]()
-        for number, group in enumerate(self._sizes.windows):
+        for number, num_pages in enumerate(self._extra_pages):
             of_blocks, refs = self.windows[number], self.window_refs[number]
             if not refs.keys() <= of_blocks.keys() or not all(refs.values()):
-                raise InvariantError(f"KV group {group.index}: holders without pages, or no holders")
+                raise InvariantError(f"window group {number}: holders without pages, or no holders")
             if any(not self.ref_counts[block_id] for block_id in refs):
-                raise InvariantError(f"KV group {group.index}: an unused block is held")
-            if any(len(each) != group.pages_per_block for each in of_blocks.values()):
-                raise InvariantError(f"KV group {group.index}: a block lacks pages")
+                raise InvariantError(f"window group {number}: an unused block is held")
+            if any(len(each) != num_pages for each in of_blocks.values()):
+                raise InvariantError(f"window group {number}: a block lacks pages")
             idle |= {(number, block_id) for block_id in of_blocks.keys() - refs.keys()}
             pages += chain.from_iterable(of_blocks.values())
         if idle != self._spare.keys() | self._kept.keys() or len(idle) != len(self._spare) + len(self._kept):
             raise InvariantError("pages of windows are idle and held, or neither")
         if any(block_id not in self.cached for _, block_id in idle):
             raise InvariantError("a block that is not cached has idle pages of a window")
-        if self._num_idle_pages != sum(self._sizes.windows[number].pages_per_block for number, _ in idle):
+        if self._num_idle_pages != sum(self._extra_pages[number] for number, _ in idle):
             raise InvariantError("the idle pages of windows are miscounted")
         if sorted(pages) != list(range(self._num_pages)):
             raise InvariantError("a page has no role, or several")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -10,9 +11,10 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.kv_groups import GroupSizes
 from scheduler_svc.core.memory.block_moves import NO_MOVES, Moves
 from scheduler_svc.core.memory.block_tiers import BlockTiers
-from scheduler_svc.core.memory.paged_pool import BlockPages, PagedPool
+from scheduler_svc.core.memory.paged_pool import BlockPages, PagedPool, Pages
 from scheduler_svc.core.memory.prefix_cache import host_place
 from scheduler_svc.core.memory.rates import MeasuredRates
+from scheduler_svc.core.memory.state_moves import PageMoves, StateMoves
 
 
 class PagedTiers(BlockTiers):
@@ -26,7 +28,9 @@ class PagedTiers(BlockTiers):
     ) -> None:
         super().__init__(device, host, block_size, rates)
         self._sizes = sizes
-        if sizes.windows:
+        self.states: StateMoves | None = StateMoves(device, host) if sizes.state_pages else None
+        """Moves of states; None: sequences have none."""
+        if sizes.extra_pages:
             self.cache.windows_at = self._windows_at
             device.note_windows = host.note_windows = self.cache.note_windows
         self._sources: dict[int, BlockPages] = {}
@@ -36,6 +40,17 @@ class PagedTiers(BlockTiers):
         self._kept: dict[int, list[tuple[PagedPool, int, int]]] = {}
         """By device block that this plan moves to: pool, group and block of the windows that it reads, which are held
         until the plan is complete."""
+
+    @property
+    def num_used_host(self) -> int:
+        host = self.host
+        num_pages = 0 if self.states is None else self.states.num_read(host) * self._sizes.state_pages
+        kept = Counter((number, block_id) for pool, number, block_id in self.kept if pool is host)
+        for (number, block_id), count in kept.items():
+            # Without other holders of the block, all of its pages are left out already.
+            if host.ref_counts[block_id] > 1 and host.window_refs[number][block_id] == count:
+                num_pages += self._sizes.extra_pages[number]
+        return super().num_used_host - num_pages
 
     def take(self, count: int) -> list[int]:
         device = self.device
@@ -55,6 +70,11 @@ class PagedTiers(BlockTiers):
             self.free_pages(pool, self._sizes.windows[group].pages_per_block)
         pool.hold_window(group, block_id)
 
+    def take_state(self, pool: PagedPool) -> Pages:
+        """Take the pages of a state in a pool; evicts if pages are lacking."""
+        self.free_pages(pool, self._sizes.state_pages)
+        return pool.take_state()
+
     def free_pages(self, pool: PagedPool, num_pages: int) -> None:
         """Evict until so many pages of a pool are unused; raises InvariantError if too few can be.
 
@@ -64,7 +84,7 @@ class PagedTiers(BlockTiers):
         while len(pool.unused_pages) < num_pages:
             if pool is self.host:
                 self._evict_on_host()
-            elif not pool.evict_window():
+            elif not pool.evict_window() and (pool.num_idle or not pool.free_loose()):
                 self._evict_block()
 
     def _evict_on_host(self) -> None:
@@ -112,7 +132,17 @@ class PagedTiers(BlockTiers):
         if place == block_id or block_id in self.device.cached:
             return False
         every = (1 << len(self._sizes.windows)) - 1
-        return self._windows_at(block_id) == every != self._windows_at(place)
+        return self._windows_at(block_id) & every == every != self._windows_at(place) & every
+
+    def replace(self, node: int, block_id: int) -> None:
+        place, number = self.cache.place(node), len(self._sizes.windows)
+        has_snapshot = self.states is not None and place in self.device.windows[number]
+        if not has_snapshot or place in self.device.window_refs[number]:
+            super().replace(node, block_id)
+            return
+        pages = self.device.pop_snapshot(place)
+        super().replace(node, block_id)
+        self.device.set_snapshot(block_id, pages)
 
     def copy(self, source: int, destination: int) -> None:
         moves = self.moves
@@ -121,7 +151,7 @@ class PagedTiers(BlockTiers):
             self._keep(destination, self._kept[source])
         else:
             self._sources[destination] = self.device.pages_of(source)
-            self._keep(destination, _windows_of(self.device, source))
+            self._keep(destination, self._windows_of(self.device, source))
         super().copy(source, destination)
 
     def swap_out(self, block_id: int, host_block_id: int) -> None:
@@ -131,7 +161,7 @@ class PagedTiers(BlockTiers):
 
     def swap_in(self, host_block_id: int, block_id: int) -> None:
         self._sources[block_id] = self.host.pages_of(host_block_id)
-        self._keep(block_id, _windows_of(self.host, host_block_id))
+        self._keep(block_id, self._windows_of(self.host, host_block_id))
         super().swap_in(host_block_id, block_id)
 
     def cancel(self, block_id: int) -> bool:
@@ -149,7 +179,7 @@ class PagedTiers(BlockTiers):
 
     def take_moves(self) -> Moves:
         pending, device, host = self.moves, self.device, self.host
-        if pending.is_empty:
+        if pending.is_empty and (self.states is None or self.states.is_empty):
             return NO_MOVES
         for host_block_id in [to for to in pending.swap_outs if not (host.ref_counts[to] or to in host.cached)]:
             # It is unused again, and its pages may be another block's.
@@ -162,6 +192,8 @@ class PagedTiers(BlockTiers):
         for pool, group, block_id in self.kept:
             pool.leave_window(group, block_id)
         self._sources, self._swapped, self._kept = {}, {}, {}
+        if self.states is not None:
+            pages = _with_states(pages, self.states.take())
         moves = super().take_moves()
         return Moves(moves.swapped_out, moves.copied, moves.swapped_in, pages)
 
@@ -175,9 +207,20 @@ class PagedTiers(BlockTiers):
         """What the plan being made holds in windows: pool, group, block."""
         return list(chain.from_iterable(self._kept.values()))
 
+    def _windows_of(self, pool: PagedPool, block_id: int) -> Iterator[tuple[PagedPool, int, int]]:
+        numbers = range(len(self._sizes.windows))
+        return ((pool, number, block_id) for number in numbers if block_id in pool.windows[number])
 
-def _windows_of(pool: PagedPool, block_id: int) -> Iterator[tuple[PagedPool, int, int]]:
-    return ((pool, group, block_id) for group, of_blocks in enumerate(pool.windows) if block_id in of_blocks)
+
+def _with_states(pages: Moves, states: tuple[PageMoves, PageMoves, PageMoves]) -> Moves:
+    """Moves of pages, with those of states behind them."""
+    swapped_out, copied, swapped_in = (
+        BlockMoves([*moves.sources, *sources], [*moves.destinations, *destinations])
+        for moves, (sources, destinations) in zip(
+            (pages.swapped_out, pages.copied, pages.swapped_in), states, strict=True
+        )
+    )
+    return Moves(swapped_out, copied, swapped_in)
 
 
 def _page_moves(pairs: Iterable[tuple[BlockPages, BlockPages]]) -> BlockMoves:

@@ -235,7 +235,7 @@ class WindowTables:
                     )
                 counts[id(pool)][number].update(table[held.start : held.stop])
         for pool in (self._tiers.device, self._tiers.host):
-            if [dict(each) for each in counts[id(pool)]] != pool.window_refs:
+            if [dict(each) for each in counts[id(pool)]] != pool.window_refs[: self.num_groups]:
                 raise InvariantError("the holders of blocks in windows are miscounted")
 
 

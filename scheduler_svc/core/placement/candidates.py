@@ -61,7 +61,9 @@ def _misfit(spec: RequestSpec, executor: ExecutorSpec, count: int, *, has_output
 def first_footprint(executor: ExecutorSpec, num_prompt: int, count: int) -> int:
     """Pages that so many sequences of one prompt need for their first tokens of output."""
     num_blocks, sizes = num_prompt // executor.block_size + 1, executor.group_sizes
-    return num_blocks + count - 1 if sizes is None else sizes.num_pages(num_blocks) + (count - 1) * sizes.block_pages
+    if sizes is None:
+        return num_blocks + count - 1
+    return sizes.num_pages(num_blocks) + (count - 1) * (sizes.block_pages + sizes.state_pages)
 
 
 def check_fits_one(
@@ -88,8 +90,9 @@ def kinds_of(lanes: Iterable[Lane]) -> list[list[Lane]]:
     kinds: dict[object, list[Lane]] = {}
     for lane in lanes:
         spec = lane.spec
-        sizes = spec.num_blocks, spec.block_size, spec.max_num_seqs, spec.max_model_len, spec.kv_groups
-        kinds.setdefault((sizes, spec.lacks, spec.grammar_engine, spec.numerics), []).append(lane)
+        sizes = spec.num_blocks, spec.block_size, spec.max_num_seqs, spec.max_model_len
+        model = spec.kv_groups, spec.pages_per_state, spec.lacks, spec.grammar_engine, spec.numerics
+        kinds.setdefault((sizes, model), []).append(lane)
     return list(kinds.values())
 
 

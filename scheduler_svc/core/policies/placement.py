@@ -157,7 +157,7 @@ def _outlook(lane: Lane) -> LaneOutlook:
         # The executor began the first one after its plan, and after the result before.
         first_s, *later = [step_s + step.total_tokens * token_s for step in lane.inflight]
         due_at, later_s = max(lane.inflight[0].planned_at, lane.last_result_at) + first_s, sum(later)
-    spec, num_decoding, block_pages = lane.spec, len(lane.decode_batch), lane.blocks.block_pages
+    spec, num_decoding, block_pages = lane.spec, len(lane.decode_batch), max(1, lane.blocks.block_pages)
     num_free = lane.blocks.num_free // block_pages
     return LaneOutlook(
         len(lane.running),

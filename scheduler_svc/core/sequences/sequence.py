@@ -8,8 +8,8 @@ from cadenza_common.plan.result import Candidates, LogprobColumns
 from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.sequences.beams import BeamSearch
-from scheduler_svc.core.sequences.sequence_tokens import SequenceTokens, StepCounter
-from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
+from scheduler_svc.core.sequences.sequence_memory import SequenceMemory
+from scheduler_svc.core.sequences.sequence_tokens import StepCounter
 from scheduler_svc.core.types import NEXT_STATES, Finish, FinishDetail, RequestSpec, SequenceState
 
 _EOS = Finish(FinishDetail.EOS)
@@ -17,36 +17,29 @@ _ADMISSIBLE = (SequenceState.WAITING, SequenceState.SWAPPED)
 _BOUND = (SequenceState.RUNNING, SequenceState.SWAPPED)
 
 
-class Sequence(SequenceTokens):
+class Sequence(SequenceMemory):
     """One sample or beam of a request."""
 
     __slots__ = (
-        "block_ids",
-        "cache_node",
         "described",
         "finish",
         "group",
-        "host_block_ids",
         "is_beam",
         "kv_source",
         "last_slot",
         "length_detail",
         "max_drafts",
         "max_len",
-        "num_cached_blocks",
         "num_hit_tokens",
         "order_key",
-        "prefix_ends",
         "prompt_logprobs_end",
         "requested_prompt_logprobs",
         "sample_index",
         "sequence_id",
-        "shared_blocks",
         "slot",
         "state",
         "suspected",
         "tenant",
-        "windows",
     )
 
     def __init__(self, sequence_id: int, group: SequenceGroup, sample_index: int) -> None:
@@ -72,20 +65,6 @@ class Sequence(SequenceTokens):
         """The sequence that is still computing KV in blocks shared with this one; None if all shared KV is there."""
         self.max_drafts = 0
         """The most drafts in a step, as its description says."""
-        self.block_ids: list[int] = []
-        self.host_block_ids: list[int] = []
-        """Blocks of its KV while it is swapped out."""
-        self.shared_blocks: SharedBlocks | None = None
-        """The first blocks of its table, on the device or the host, if other sequences of its group share them."""
-        self.windows: list[range] = []
-        """By KV group with a window: the indexes of the blocks that it holds there. See `memory.window_tables`."""
-        self.prefix_ends: tuple[int, ...] = ()
-        """Numbers of blocks: with windows, where the prefix that it found at its last admission ends, and where the KV
-        without windows ends that was there. Others may begin alike and end there too."""
-        self.num_cached_blocks = 0
-        """Number of leading blocks that are in the prefix cache, or were hits."""
-        self.cache_node: int | None = None
-        """The prefix cache node of the last of these blocks."""
         self.num_hit_tokens = 0
         """Number of tokens found in the prefix cache at the last admission."""
         self.prompt_logprobs_end = 1
@@ -145,7 +124,7 @@ class Sequence(SequenceTokens):
         self.roll_back(0)
         self.slot = None
         self.group.reserved_blocks = []
-        self.block_ids, self.host_block_ids, self.shared_blocks, self.windows = [], [], None, []
+        self.forget_memory()
 
     def roll_back(self, num_computed: int) -> None:
         """Reset after the end of a session: KV of the first `num_computed` tokens and the blocks stay."""

@@ -70,8 +70,8 @@ def admit(
             continue
         allocations = allocations_of(requests, lane, group)
         allocations, memory_is_full = _fitting(lane, group, allocations, num_free_slots, alone=alone)
-        if memory_is_full and alone and lane.blocks.windows is not None:
-            # Shorter chunks need fewer pages.
+        if memory_is_full and alone and (lane.blocks.windows or lane.blocks.states) is not None:
+            # Shorter chunks need fewer pages, and so does an empty state.
             allocations = allocations_of(requests, lane, group, chunk=1)
             allocations, memory_is_full = _fitting(lane, group, allocations, num_free_slots, alone=alone)
         if memory_is_full and alone:

@@ -40,6 +40,9 @@ def allocations_of(requests: RequestTable, lane: Lane, group: SequenceGroup, chu
         )
     if not group.forked:
         return _prompt_allocations(requests, lane, group, chunk)
+    if lane.blocks.states is not None:
+        # Each goes on behind a copy of a state, and looks up its own: the others come later in this step.
+        return [_allocation(requests, lane, group.waiting_sequences[0], [], chunk)]
     allocations: list[Allocation] = []
     sources: list[Sequence] = []
     if lane.blocks.windows is None:
@@ -99,7 +102,7 @@ def _prompt_allocations(requests: RequestTable, lane: Lane, group: SequenceGroup
     for other in others:
         num_tokens = first.num_prompt_tokens if other.is_beam else _num_reserved_tokens(requests, lane, other)
         num_new = lane.blocks.num_blocks_for(num_tokens) - num_shared
-        num_pages = num_new * lane.blocks.block_pages
+        num_pages = num_new * lane.blocks.block_pages + lane.spec.pages_per_state
         allocations.append(Allocation(other, num_pages, num_tokens, source=first, num_shared=num_shared))
     if first.is_beam and (num_reserved_blocks := _num_reserved_blocks(requests, lane, first)):
         num_to_take = allocations[0].num_to_take + num_reserved_blocks * lane.blocks.block_pages
@@ -136,6 +139,8 @@ def _allocation(
         return Allocation(sequence, found.num_to_take(num_blocks), num_tokens, found)
     if sequence.is_beam and sequence.group.forked:
         found = NO_PREFIX  # All beams come back at once, and some share with the first.
+    if chunk and lane.blocks.states is not None:
+        found = NO_PREFIX  # It did not fit with a hit, which needs a copy of the state besides.
     if num_shared:
         num_pages = sizes.num_pages(num_blocks - num_shared, chunk or sizes.max_chunk)
     else:

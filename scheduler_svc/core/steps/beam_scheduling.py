@@ -95,6 +95,8 @@ def _reorder(lane: Lane, group: SequenceGroup, beams: list[Sequence], pairs: lis
         if parent in children:
             child = others.pop()
             lane.blocks.share_blocks(parent, child, parent.num_computed_tokens)
+            if lane.blocks.states is not None:
+                lane.blocks.states.copy(parent, child)
             child.set_output(parent.output_ids)
         children.append(child)
     # Only now: the first child of a parent is the parent, and the others continue its former output.

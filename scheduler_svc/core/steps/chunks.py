@@ -14,6 +14,7 @@ from scheduler_svc.core.memory.block_tables import have_same_blocks
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
 from scheduler_svc.core.steps.budget import StepBudget
 from scheduler_svc.core.steps.pages import cover, describe_pages
+from scheduler_svc.core.steps.saves import save_in_chunk
 
 
 def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequence) -> list[Sequence]:
@@ -82,6 +83,8 @@ def _schedule(lane: Lane, step: PlannedStep, sequence: Sequence, num_tokens: int
     size = lane.spec.block_size
     written = sequence.block_ids[context_len // size : -(-(context_len + num_tokens) // size)]
     step.chunks.append(Chunk(sequence, slot, num_tokens, context_len, samples, written, context_len % size))
+    if lane.blocks.snapshots is not None:
+        save_in_chunk(lane, step, sequence, context_len, num_tokens)
     sequence.group.num_pending_candidates += samples and sequence.is_beam
     if is_ready:
         step.plan.decode_ready = True
@@ -127,6 +130,8 @@ def _fork(lane: Lane, step: PlannedStep, source: Sequence, siblings: list[Sequen
         sibling.fork(source)
         if lane.blocks.windows is not None:
             lane.blocks.windows.share(source, sibling)
+        if lane.blocks.states is not None:
+            step.forks.append((source, sibling))
         known = sibling.block_ids[:num_full] if num_computed % size else sibling.block_ids
         prefix = _prefix_source(lane, step, sibling)
         _describe(lane, step, sibling, known, min(num_full * size, num_computed - 1), prefix)

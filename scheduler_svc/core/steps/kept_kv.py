@@ -10,6 +10,7 @@ back to the waiting queue without KV if it
 - still needs prompt logprobs, which are not computed from the middle of a prompt,
 - would write to a block that another sequence holds, or lacks a block and none is free,
 - has given back what its next row reads in a window: it was computed further than is certain,
+- has a state that such a plan was to change, or to copy: it goes on behind a copy that a result has named,
 - had its last token planned, which had freed its blocks.
 """
 
@@ -29,9 +30,13 @@ def keep_kv(requests: RequestTable, lane: Lane) -> None:
     contexts = _first_contexts(lane, steps)
     joined = {sequence for step in steps for sequence in step.joined}
     offsets = _uncertain_offsets(steps)
+    changed = set(contexts) if lane.blocks.states is not None else set()
     for sequence in lane.running:
         num_computed = contexts.get(sequence, sequence.num_computed_tokens)
-        sequence.roll_back(0 if sequence in joined else _num_certain(lane, sequence, num_computed, offsets))
+        num_certain = 0 if sequence in joined else _num_certain(lane, sequence, num_computed, offsets)
+        if num_certain < num_computed and lane.blocks.states is not None:
+            changed.add(sequence)
+        sequence.roll_back(num_certain)
     for group in {sequence.group for sequence in (*contexts, *lane.running)}:
         group.drop_candidates()
     if steps:
@@ -46,8 +51,8 @@ def keep_kv(requests: RequestTable, lane: Lane) -> None:
     for sequence in lane.running:
         if not (sequence.awaits_fork or sequence.is_spare_beam):
             lane.prefilling.add(sequence)
-    _file_due_beams(lane)
-    _give_up_uncertain(requests, lane, joined)
+    _file_due_beams(lane, changed)
+    _give_up_uncertain(requests, lane, joined, changed)
 
 
 def forget_kv(requests: RequestTable, lane: Lane) -> None:
@@ -108,21 +113,28 @@ def _uncertain_swaps(lane: Lane, steps: list[PlannedStep]) -> list[Sequence]:
     return swapped
 
 
-def _file_due_beams(lane: Lane) -> None:
-    """Mark groups whose beams each lack their newest token only: the next plan copies the blocks that they share."""
+def _file_due_beams(lane: Lane, changed: set[Sequence]) -> None:
+    """Mark groups whose beams each lack their newest token only: the next plan copies the blocks that they share.
+
+    changed: those whose states are uncertain.
+    """
     for group in dict.fromkeys(sequence.group for sequence in lane.running if sequence.is_beam):
-        if group.forked and len(group.due_beams) == len(group.beams):
+        if group.forked and len(group.due_beams) == len(group.beams) and changed.isdisjoint(group.beams):
             lane.due_beam_groups[group] = None
             for beam in group.beams:
                 lane.prefilling.discard(beam)
 
 
-def _give_up_uncertain(requests: RequestTable, lane: Lane, joined: set[Sequence]) -> None:
-    """Requeue the running sequences that cannot go on from here; the last holder of shared blocks keeps them."""
+def _give_up_uncertain(requests: RequestTable, lane: Lane, joined: set[Sequence], changed: set[Sequence]) -> None:
+    """Requeue the running sequences that cannot go on from here; the last holder of shared blocks keeps them.
+
+    changed: those whose states are uncertain.
+    """
     for sequence in lane.running.sequences[::-1]:
         if sequence.slot is None or sequence.group in lane.due_beam_groups:
             continue
         needs_more = sequence in joined or sequence.kv_source is not None or sequence.needs_prompt_logprobs
+        needs_more = needs_more or sequence in changed
         if lane.blocks.windows is not None and not (sequence.awaits_fork or sequence.is_spare_beam):
             needs_more = needs_more or not lane.blocks.windows.covers(sequence)
         # Before a fork, all share the blocks that the first one writes to.

@@ -20,6 +20,7 @@ def describe_pages(blocks: BlockManager, sequence: Sequence, admitted: AdmittedS
     sizes = blocks.sizes
     if sizes is None:
         return
+    admitted.state_pages = sequence.state_pages
     num_blocks, tables = len(admitted.block_ids), list[GroupTable]()
     admitted.block_ids = blocks.pages_of(admitted.block_ids)
     if (source := admitted.source) is not None:

@@ -15,6 +15,7 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget
 from scheduler_svc.core.steps.chunks import described
 from scheduler_svc.core.steps.pages import describe_pages
+from scheduler_svc.core.steps.saves import save_in_chunk
 
 
 def admit_new(
@@ -104,6 +105,8 @@ def _start(lane: Lane, step: PlannedStep, sequences: list[Sequence]) -> None:
             describe_pages(lane.blocks, sequence, plan.admitted[-1])
         written = block_ids[num_hit // size : -(-num_prompt // size)]
         step.chunks.append(Chunk(sequence, slot, num_prompt - num_hit, num_hit, True, written, num_hit % size))
+        if lane.blocks.snapshots is not None:
+            save_in_chunk(lane, step, sequence, num_hit, num_prompt - num_hit)
     plan.scheduled_slots += slots
     plan.scheduled_num_tokens += num_tokens
     plan.scheduled_samples += [True] * len(slots)

@@ -18,6 +18,7 @@ from scheduler_svc.core.steps.budget import AdmissionBudget, StepBudget
 from scheduler_svc.core.steps.chunks import plan_beams, plan_chunk
 from scheduler_svc.core.steps.pages import append_pages, close_pages
 from scheduler_svc.core.steps.preemption import append_missing, move_away, preempt_for_admission, preempt_for_decodes
+from scheduler_svc.core.steps.saves import close_saves, save_in_decode
 from scheduler_svc.core.steps.shares import plan_prompts_by_rank, preempt_for_share
 from scheduler_svc.core.steps.suspects import clear_sequence, is_ready, next_trial
 
@@ -56,6 +57,10 @@ def _fill(requests: RequestTable, lane: Lane, step: PlannedStep, *, is_trial: bo
     step.retired, lane.retired = lane.retired, []
     _take_moves(lane, step)
     close_pages(step)
+    close_saves(step)
+    if lane.blocks.states is not None:
+        for source, sample in step.forks:
+            lane.blocks.states.copy(source, sample)
     # Only now: their blocks belong to this step, and are free, or can be shared, from the next one on.
     if lane.blocks.caching:
         for chunk in step.chunks:
@@ -185,6 +190,7 @@ def _make_room(lane: Lane, step: PlannedStep, num_drafts: int) -> None:
         if not sequences or not lane.blocks.can_take(len(sequences) * lane.blocks.block_pages, alone=False):
             return
         if lane.blocks.sizes is not None:
+            save_in_decode(lane, step, sequences)
             for sequence in sequences:
                 before = list(sequence.windows)
                 block_ids = lane.blocks.take(1)

@@ -12,6 +12,7 @@ from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.steps.allocation import allocations_of, have_blocks
 from scheduler_svc.core.steps.beam_scheduling import finish_early
 from scheduler_svc.core.steps.pages import append_pages, extend, note_appends, note_windows
+from scheduler_svc.core.steps.saves import save_in_decode
 from scheduler_svc.core.types import Finish, FinishDetail
 
 
@@ -85,6 +86,7 @@ class VictimSet:
         added = [member for member in preempted_together(sequence) if member not in self.sequences]
         for member in added:
             self.sequences[member] = None
+            self.num_freed += len(member.state_pages)
             shared, first = member.shared_blocks, 0
             if shared is not None:
                 self._sharers[shared] += 1
@@ -203,6 +205,7 @@ def _append_pages(lane: Lane, step: PlannedStep, beams: list[Sequence], needing_
     if lane.blocks.caching:
         for sequence in needing_blocks:
             lane.blocks.cache_full_blocks(sequence)
+    save_in_decode(lane, step, needing_blocks)
     before = [list(sequence.windows) for sequence in needing_blocks]
     block_ids = lane.blocks.take(len(needing_blocks))
     lane.decode_batch.append_blocks(needing_blocks, block_ids)

@@ -17,6 +17,7 @@ from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.beam_scheduling import take_candidates
 from scheduler_svc.core.steps.drafted_results import check_drafts, count_drafted
 from scheduler_svc.core.steps.late_results import count_late, may_be_late
+from scheduler_svc.core.steps.saves import check_saved, take_saved
 from scheduler_svc.core.types import Finish, FinishDetail, SequenceState
 
 _DETAILS = {
@@ -41,6 +42,7 @@ def check_result(lane: Lane, step: PlannedStep, result: StepResult) -> None:
     if result.logprobs and not result.logprobs.keys() <= set(expected):
         raise InvariantError(f"step {result.step_id}: logprobs of slots {list(result.logprobs)}, not of {expected}")
     _check_prompt_logprobs(step, result)
+    check_saved(lane, result)
     if result.candidates and not result.candidates.keys() <= set(step.candidate_slots):
         raise InvariantError(
             f"step {result.step_id}: candidates of slots {list(result.candidates)}, not of {step.candidate_slots}"
@@ -109,6 +111,7 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
     Work on all sequences of a step runs over columns in C-level loops (map, deque).
     """
     _take_prompt_logprobs(requests, step, result)
+    take_saved(lane, result)
     slots, token_ids = _sampled(lane, result)
     # With drafts a slot has several tokens, and is listed with each.
     deque(map(list.append, map(lane.tokens_at.__getitem__, slots), token_ids), maxlen=0)

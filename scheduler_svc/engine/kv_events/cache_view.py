@@ -114,9 +114,9 @@ class CacheView:
 
 def _view_of(lane: Lane) -> LaneView:
     cache, sizes = lane.blocks.tiers.cache, lane.blocks.sizes
-    if sizes is None or not sizes.windows:
+    if sizes is None or not sizes.extra_reads:
         return LaneView(cache)
-    return WindowedView(cache, [sizes.num_read(group.window or 0) for group in sizes.windows])
+    return WindowedView(cache, list(sizes.extra_reads))
 
 
 def _in_slices(changes: Iterator[list[Change]]) -> Iterator[list[Change]]:

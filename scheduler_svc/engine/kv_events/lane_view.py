@@ -62,7 +62,8 @@ class LaneView:
 
 
 class WindowedView(LaneView):
-    """The same where KV groups have windows: nodes behind the last one where a hit may end count as not there."""
+    """The same where KV groups have windows, or sequences a state, whose snapshots count as one more window of a block:
+    nodes behind the last one where a hit may end count as not there."""
 
     def __init__(self, cache: PrefixCache, num_read: list[int]) -> None:
         """num_read: by window group, the most blocks that the row after a full block reads."""

@@ -76,8 +76,11 @@ def main(stub_folder: str, checkpoint: str) -> None:
         num_at_start = len(compiled)
         drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
         other = SequenceSampling(min_tokens=3, stop_token_ids=ints(4), num_prompt_logprobs=1)
-        first = sequence(0, [5] * 70, [3, 1], sampling=drawn, max_drafts=3)
-        second = sequence(2, [7], [5], sampling=other, max_drafts=3)
+        size, strips = executor.limits.pages_per_state, executor.limits.num_tables
+        states = [list(range(index * size, (index + 1) * size)) for index in range(2)]
+        blocks = [[6 * size + block * strips + strip for strip in range(strips)] for block in range(3)]
+        first = sequence(0, [5] * 70, blocks[0] + blocks[1], sampling=drawn, max_drafts=3, state_pages=states[0])
+        second = sequence(2, [7], blocks[2], sampling=other, max_drafts=3, state_pages=states[1])
         steps: list[dict[str, Any]] = [
             {"admitted": (first,), "scheduled": scheduled((0, 60, False))},
             {"admitted": (second,), "scheduled": scheduled((0, 10, True), (2, 1, True))},

@@ -50,12 +50,20 @@ def stub(tmp_path: Path) -> Path:
 OF_EXPERTS = {"choose_kernel", "sum_kernel", "place_kernel", "_linear_of_experts", "_combine"}
 
 
-@pytest.mark.parametrize(("family", "kernels"), [("llama", set()), ("glm4_moe", OF_EXPERTS)])
+OF_STATES = {"_begin_states", "_end_states", "_convolve", "_write_rings", "_recur", "_gated_norm"}
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"), [("llama", set()), ("glm4_moe", OF_EXPERTS), ("qwen3_5_delta", OF_STATES)]
+)
 def test_kernels_are_compiled_and_launched_as_on_a_gpu(
     family: str, kernels: set[str], stub: Path, tmp_path: Path
 ) -> None:
     shape: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-    shape |= {"num_hidden_layers": 2, "moe_intermediate_size": 48} if kernels else {}
+    shape |= {"num_hidden_layers": 2, "moe_intermediate_size": 48} if kernels is OF_EXPERTS else {}
+    if kernels is OF_STATES:
+        shape |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        shape |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 80}
     folder = make_checkpoint(tmp_path / "model", family, vocab_size=500, dtype=torch.bfloat16, **shape)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_")},

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from cadenza_common.plan.plan import StepPlan
+from cadenza_common.plan.plan import StateSaves, StepPlan
 from cadenza_common.plan.result import StepResult, StepStatus
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
@@ -180,6 +180,34 @@ def test_no_step_of_a_mixture_waits_for_a_compiler(
     for length in (3, 18, 25):
         prompt = sequence(0, list(range(2, 2 + length)), list(range(4)))
         run(executor, [{"admitted": (prompt,), "scheduled": scheduled((0, length, True))}, {"released_slots": ints(0)}])
+    assert compiled == known
+
+
+@pytest.mark.parametrize("family", short_and_long(["lfm2", "granite_h", "qwen3_5_delta"], ["qwen3_5_delta"]))
+def test_no_step_with_recurrent_states_waits_for_a_compiler(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+) -> None:
+    """Chunks, decodes by a graph, drafts, and saves, which no step of the start has."""
+    folder = make_checkpoint(tmp_path, family)
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "speculative": "ngram", "num_speculative_tokens": 2}
+    executor = started(folder, monkeypatch, dtype="bfloat16", **options)
+    known = set(compiled)
+    assert "_write_rings" in {str(name).rpartition(".")[2] for found in compiled for name in found[:2]}
+    size, strips = executor.limits.pages_per_state, executor.limits.num_tables
+    states = [list(range(start, start + size)) for start in range(4 * strips, 4 * strips + 3 * size, size)]
+    blocks = list(range(4 * strips))
+    first = sequence(0, list(range(30)), blocks, max_drafts=2, max_len=60, state_pages=states[0])
+    saves = StateSaves([0, 0], [8, 29], states[1] + states[2])
+    results = run(
+        executor,
+        [
+            {"admitted": (first,), "state_saves": saves, "scheduled": scheduled((0, 21, False))},
+            {"scheduled": scheduled((0, 9, True)), "max_drafts": 2},
+            {"decode_ready": True, "max_drafts": 2},
+        ],
+    )
+    named = [each for result in results for each in zip(result.saved_slots, result.saved_positions, strict=True)]
+    assert named == [(0, 8), (0, 29)]
     assert compiled == known
 
 

@@ -37,6 +37,7 @@ FAMILIES = {
     "llama4": 2,
     "deepseek_v3": 2,
     "ernie4_5_moe": 2,
+    "ernie4_5_moe with biases": 2,
     "glm4_moe": 2,
     "gpt_oss": 2,
     "granitemoe": 4,
@@ -66,7 +67,19 @@ def logits_of(threads: RankThreads, tokens: list[int], *chunks: int) -> Tensor:
 
 @pytest.mark.parametrize(
     "family",
-    short_and_long(FAMILIES, ["deepseek_v3", "gemma4", "glm4_moe", "gpt_oss", "granitemoe", "olmoe", "qwen2_moe"]),
+    short_and_long(
+        FAMILIES,
+        [
+            "deepseek_v3",
+            "ernie4_5_moe with biases",
+            "gemma4",
+            "glm4_moe",
+            "gpt_oss",
+            "granitemoe",
+            "olmoe",
+            "qwen2_moe",
+        ],
+    ),
 )
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     """And the bits of a row do not depend on the rows beside it."""

@@ -177,3 +177,23 @@ def test_angles_of_gemma4_that_are_refused(tmp_path: Path, gemma4: Path) -> None
     file = read_gguf(path)
     with pytest.raises(LoaderError, match=r"rope_freqs\.weight must hold 1, and 1e30 from some number on"):
         config_content(file, lambda name: [1.0, 2.0, 1e30] if name == "rope_freqs.weight" else None)
+
+
+MIXTURES_REFUSED: list[tuple[str, str, Any, str]] = [
+    ("qwen3_moe", "qwen3moe.expert_gating_func", 2, "is 2, which is not supported; supported: 1"),
+    ("qwen3_moe", "qwen3moe.expert_used_count", 9, "num_experts_per_tok 9 is more than the 8 experts to choose"),
+    ("qwen3_moe", "qwen3moe.expert_feed_forward_length", [0, 0], "must be one positive integer for all layers"),
+    ("glm4_moe", "glm4moe.expert_gating_func", 1, "is 1, which is not supported; supported: 2"),
+    ("glm4_moe", "glm4moe.expert_gating_func", "sigmoid", "must be an integer of at least 0, not 'sigmoid'"),
+    ("glm4_moe", "glm4moe.expert_weights_norm", 1, "must be true or false, not 1"),
+    ("granitemoe", "granitemoe.expert_gating_func", 2, "is 2, which is not supported; supported: 1, 3"),
+    ("deepseek_v3", "deepseek2.expert_gating_func", 3, "is 3, which is not supported; supported: 1, 2"),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "value", "message"), MIXTURES_REFUSED)
+def test_routers_that_are_refused(tmp_path: Path, family: str, key: str, value: Any, message: str) -> None:
+    folder = make_checkpoint(tmp_path / "made", family)
+    path = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.BF16), metadata={key: value})
+    with pytest.raises(LoaderError, match=re.escape(message)):
+        Model(path)

@@ -28,6 +28,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts to choose"),
     ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer, not 0"),
     ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers must be a list of layers"),
+    ("qwen3_moe", {"mlp_only_layers": [0, True]}, "mlp_only_layers must be a list of layers"),
+    ("qwen3_moe", {"mlp_only_layers": {}}, "mlp_only_layers must be a list of layers"),
+    ("deepseek_v3", {"num_key_value_heads": -1}, "num_key_value_heads must be a positive integer, not -1"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer, not 0"),
     ("qwen2_moe", {"shared_expert_intermediate_size": "9"}, "shared_expert_intermediate_size must be a positive int"),
     ("glm4_moe", {"n_group": 3}, "n_group 3 does not divide the number of experts, 8"),
@@ -76,7 +79,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("exaone_moe", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types must be a list of dense and sparse with num_hid"),
     ("exaone_moe", {"mlp_layer_types": ["sparse"] * 5 + [3]}, "mlp_layer_types must be a list of dense and sparse"),
     ("granitemoe_swa", {"shared_intermediate_size": -3}, "shared_intermediate_size must be a positive integer, not -3"),
-    ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": [1, 2]}, "moe_topk must be a positive integer"),
+    ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": [1, 2]}, "moe_topk must have num_hidden_layers 6 ent"),
+    ("hunyuan_v1_moe", {"num_experts": [4] * 5 + [6]}, "num_experts [4, 4, 4, 4, 4, 6] differs between layers, which"),
+    ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": [2] * 5 + ["2"]}, "moe_topk must be a positive integ"),
+    ("hunyuan_v1_moe", {"num_shared_expert": [0] * 6}, "num_shared_expert must be a positive integer, not 0"),
 ]
 
 
@@ -159,7 +165,7 @@ def test_a_tensor_of_other_experts_is_refused_by_name(tmp_path: Path, name: str)
     stack = next(each for each, tensor in tensors.items() if tensor.ndim == 3)
     for index, changed in enumerate((tensors[stack][1:], tensors[stack].transpose(1, 2))):
         with pytest.raises(
-            LoaderError, match=r"tensor model\.layers.+ has shape \[.+\], config.json says \[.+\] for all exp"
+            LoaderError, match=rf"tensor {re.escape(stack)} has shape \[.+\], config.json says \[.+\] for all exp"
         ):
             Model(copy(folder, tmp_path / str(index), tensors | {stack: changed.contiguous()}))
 
@@ -182,6 +188,42 @@ def test_tensors_may_be_in_the_form_of_qwen3_5(folder: Path, tmp_path: Path) -> 
 def test_old_files_of_scout_have_a_number_for_true() -> None:
     assert read("llama4_text", attn_temperature_tuning=4) == read("llama4_text", attn_temperature_tuning=True)
     assert read("llama4_text", attn_temperature_tuning=False) != read("llama4_text")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "minimax_m2", "llama4_text"])
+def test_families_without_groups_have_none(family: str) -> None:
+    layers = {"moe_layers": [1]} if family == "llama4_text" else {}
+    assert read(family, **layers, n_group=2, topk_group=9) == read(family, **layers)
+
+
+def test_files_of_hunyuan_have_counts_and_sizes_by_layer() -> None:
+    """As those of A13B."""
+    numbers = {"num_experts": 5, "num_experts_per_tok": None, "moe_topk": 2, "moe_intermediate_size": 32}
+    lists = {name: [value] * 6 for name, value in numbers.items() if value}
+    spec = read("hunyuan_v1_moe", **numbers | lists, num_shared_expert=[1] * 6)
+    assert spec == read("hunyuan_v1_moe", **numbers)
+    experts = spec.layers[3].experts
+    assert experts is not None
+    assert (experts.router.num_chosen, experts.intermediate_size) == (2, 32)
+    assert experts.shared_size == spec.intermediate_size
+
+
+def test_a_head_of_multi_token_prediction_of_ernie_is_left_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "made", "ernie4_5_moe")
+    (prompt,) = random_prompts(131, (20,))
+    tensors = load_file(folder / "model.safetensors")
+    more = ("mtp_block.0.self_attn.q_proj", "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0")
+    tensors |= {f"model.{name}.weight": torch.ones(3, 3) for name in more}
+    assert torch.equal(Model(copy(folder, tmp_path / "changed", tensors)).whole(prompt), Model(folder).whole(prompt))
+
+
+def test_a_tensor_under_both_of_its_names_is_refused(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.e_score_correction_bias"] = torch.ones(8)
+    with pytest.raises(
+        LoaderError, match=r"tensors model\.layers\.2\.mlp\.e_score.* and model\.layers\.2\.mlp\.gate\.e_s"
+    ):
+        Model(copy(folder, tmp_path / "changed", tensors))
 
 
 def unasked(folder: Path, target: Path) -> Path:

@@ -18,7 +18,7 @@ from executor_svc.models.gguf.config_content import _ARCHITECTURES
 from executor_svc.models.registry import ARCHITECTURES
 from executor_svc.models.rope_fields import ROPE_TYPES
 from executor_svc.models.spec import DecoderSpec
-from tests.checkpoints import FAMILIES, MIXTURES, NEWER
+from tests.checkpoints import FAMILIES, MIXTURES, NEWER, RECURRENT
 from tests.helpers.paths import ROOT
 
 MODELS_PAGE = ROOT / "docs" / "models.md"
@@ -81,6 +81,17 @@ NAMES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "granite_h": "GraniteMoeHybridForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "qwen3_5_delta": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_next_delta": "Qwen3NextForCausalLM",
 }
 SIZES = {
     "vocab_size": 97,
@@ -91,7 +102,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-WRAPPED = ("gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", "qwen3_5")
+WRAPPED = ("gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Their decoder's fields are in `text_config`."""
 ALWAYS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.5},
@@ -102,7 +113,15 @@ ALWAYS: dict[str, dict[str, Any]] = {
     "llama4_text": {"moe_layers": []},
     "qwen3_5": {"layer_types": ["full_attention"] * 6},
     "qwen3_5_text": {"layer_types": ["full_attention"] * 6},
-}
+    "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 8},
+    "granite_h": {"layer_types": ["mamba", "attention"] * 3, "mamba_n_heads": 8, "num_local_experts": 8,
+                  "num_experts_per_tok": 2},
+    "kimi_linear": {"num_experts": 8, "num_experts_per_token": 2, "linear_attn_config": {
+        "full_attn_layers": [2, 6], "kda_layers": [1, 3, 4, 5], "num_heads": 3, "head_dim": 16}},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
+    "nemotron_h": {"hybrid_override_pattern": "ME*-ME"},
+}  # fmt: skip
 LONG = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 LLAMA3 = {
     "factor": 8.0,
@@ -426,9 +445,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("opt", {"activation_function": "swish"}, "activation_function 'swish' is not supported; supported: gelu, gelu_f"),
     ("phi", {"partial_rotary_factor": 2}, "partial_rotary_factor gives 24 rotated dimensions of head_dim 12"),
     ("glm4", {"partial_rotary_factor": 0.2}, "partial_rotary_factor gives 25 rotated dimensions of head_dim 128"),
-    ("granitemoehybrid", {"layer_types": ["mamba"] * 6}, "layer_types is ['mamba'"),
-    ("granitemoehybrid", {"layer_types": ["attention"]}, "layer_types has 1 entries, not num_hidden_layers"),
-    ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts is 8: mixtures of experts"),
+    ("granitemoehybrid", {"layer_types": ["mamba"] * 6}, "layer_types has no layer of attention"),
+    ("granitemoehybrid", {"layer_types": ["attention"]}, "layer_types must be a list with num_hidden_layers 6 entries"),
+    ("granitemoehybrid", {"layer_types": ["attention"] * 5 + ["conv"]}, "layer_types[5]: 'conv' is not supported"),
     ("hunyuan_v1_dense", {"use_cla": True}, "use_cla is True: attention across layers"),
     ("hunyuan_v1_dense", {"num_experts": 8}, "num_experts is 8: mixtures of experts"),
     ("hunyuan_v1_dense", scaled("dynamic", alpha=1e308), "rope_parameters.alpha 1e+308 must be 1e-09 to 1e+09"),
@@ -436,16 +455,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ministral3", scaled("default", llama_4_scaling_beta=0.1), "original_max_position_embeddings must be a positive"),
     ("ministral3", scaled("default", llama_4_scaling_beta=1e9), "llama_4_scaling_beta 1e+09 must be at most"),
     ("olmo3", scaled("default"), "rope_parameters of OLMo 3 must have objects full_attention and"),
-    ("qwen3_5_text", {"layer_types": None}, "layer_types[0]: linear_attention (recurrent layers) is not supported yet"),
-    (
-        "qwen3_5_text",
-        {"layer_types": ["full_attention"] * 5 + ["linear_attention"]},
-        "layer_types[5]: linear_attention (recurrent layers) is not supported yet",
-    ),
+    ("qwen3_5_text", {"layer_types": ["linear_attention"] * 6}, "layer_types has no layer of attention"),
     (
         "qwen3_5_text",
         {"layer_types": ["full_attention", "sliding_attention"] * 3},
-        "layer_types[1]: 'sliding_attention' is not supported; supported: full_attention",
+        "layer_types[1]: 'sliding_attention' is not supported; supported: linear_attention, full_attention",
     ),
     ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types must be a list with num_hidden_layers 6 entr"),
     (
@@ -459,12 +473,39 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": None, "full_attention_interval": 1, "mlp_only_layers": 3},
         "mlp_only_layers must be",
     ),
-    ("qwen3_next", {"layer_types": None, "full_attention_interval": 2}, "layer_types[0]: linear_attention (recurrent"),
+    ("qwen3_next", {"layer_types": None, "full_attention_interval": 8}, "layer_types has no layer of attention"),
+    ("qwen3_5", {"text_config": {**SIZES, "layer_types": ["conv"] * 6}}, "text_config.layer_types[0]: 'conv' is not"),
+    ("qwen3_5_delta", {"attn_output_gate": False}, "attn_output_gate is false: attention without a gate"),
+    ("qwen3_5_delta", {"linear_num_value_heads": 24}, "linear_num_value_heads 24 is no multiple of linear_num_key_he"),
+    ("qwen3_5_delta", {"linear_num_key_heads": 0}, "linear_num_key_heads must be a positive integer, not 0"),
+    ("qwen3_5_delta", {"linear_num_value_heads": 1 << 40}, "linear_num_value_heads must be at most 4096"),
+    ("qwen3_5_delta", {"linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim must be at most 64, not 65"),
+    ("falcon_h1", {"mamba_n_groups": 3}, "mamba_n_groups 3 does not divide mamba_n_heads 8"),
+    ("falcon_h1", {"mamba_d_ssm": 95}, "mamba_n_heads 8 times mamba_d_head 11 is not the inner size 95"),
+    ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers must be a list of 5 numbers above 0, not 4 entries"),
+    ("falcon_h1", {"time_step_limit": [1.0, 0.5]}, "time_step_limit must be a number of at least 0 and a larger one"),
+    ("granite_h", {"mamba_d_state": -1}, "mamba_d_state must be a positive integer, not -1"),
+    ("granite_h", {"mamba_d_head": 5}, "mamba_n_heads 8 times mamba_d_head 5 is not the inner size 96"),
+    ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2]}}, "must name the 6 layers"),
     (
-        "qwen3_5",
-        {"text_config": {**SIZES, "layer_types": ["linear_attention"] * 6}},
-        "text_config.layer_types[0]: linea",
+        "kimi_linear",
+        {"linear_attn_config": {"full_attn_layers": 4}},
+        "linear_attn_config.full_attn_layers must be a li",
     ),
+    ("kimi_linear", {"linear_attn_config": {"num_heads": 0}}, "linear_attn_config.num_heads must be a positive"),
+    ("kimi_linear", {"num_experts_per_token": 9}, "num_experts_per_token 9 is more than the 8 experts to choose"),
+    ("lfm2", {"conv_L_cache": 0}, "conv_L_cache must be a positive integer, not 0"),
+    ("lfm2", {"layer_types": ["conv"] * 6}, "layer_types has no layer of attention"),
+    ("lfm2", {"layer_types": ["conv"] * 5}, "layer_types must be a list with num_hidden_layers 6 entries, not 5"),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be a list of layers"),
+    ("lfm3", {"layer_types": ["chunked_attention"] * 6}, "layer_types[0]: 'chunked_attention' is not supported"),
+    ("lfm3", scaled("default"), "rope_parameters of LFM3 must have objects full_attention and"),
+    ("lfm3", {"conv_L_cache": True}, "conv_L_cache must be a positive integer, not True"),
+    ("nemotron_h", {"hybrid_override_pattern": "MX*"}, "hybrid_override_pattern must be a text of M, *, -, E"),
+    ("nemotron_h", {"hybrid_override_pattern": "M*"}, "hybrid_override_pattern has 2 marks, not num_hidden_layers"),
+    ("nemotron_h", {"hybrid_override_pattern": "MMMM-M"}, "hybrid_override_pattern has no layer of attention"),
+    ("nemotron_h", {"n_groups": 7}, "n_groups 7 does not divide mamba_num_heads 128"),
+    ("nemotron_h", {"moe_latent_size": 32}, "moe_latent_size is 32: experts between latent projections"),
     ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers must be a list of 0 and 1 for num_hidden_layers 6"),
     ("gemma3", {"text_config": {"model_type": "gemma2"}}, "text_config.model_type 'gemma2' is not supported"),
     ("gemma3", {"text_config": 4}, "text_config must be an object, not 4"),
@@ -501,7 +542,7 @@ def check_refusals(family: str, tries: Iterable[dict[str, Any]]) -> None:
         assert message.isprintable()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "mimo", *NEWER, *WRAPPED, *MIXTURES])
+@pytest.mark.parametrize("family", [*FAMILIES, "mimo", *NEWER, *WRAPPED, *MIXTURES, *RECURRENT])
 def test_any_value_of_any_field_is_read_or_refused_in_one_line(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each field that is read is given each of these."""
     seen: set[str] = set()
@@ -552,8 +593,8 @@ def test_page_lists_the_architectures() -> None:
     assert not {row[0].strip("`") for how in HOW[1:] for row in found[how]} & set(ARCHITECTURES)
     assert {row[3] for row in rows("Architectures")} == {"own", "by transformers", "no"}
     files = {row[4].strip("`") for row in found["native"]} - {"no"}
-    assert files - {"qwen35", "qwen3next"} == set(_ARCHITECTURES), "no files of Qwen3.5 are without recurrent layers"
-    assert set(NAMES) == {*FAMILIES, *NEWER, *WRAPPED, *MIXTURES, "mimo"}, (
+    assert {name.strip("`") for each in files for name in each.split(", ")} == set(_ARCHITECTURES)
+    assert set(NAMES) == {*FAMILIES, *NEWER, *WRAPPED, *MIXTURES, *RECURRENT, "mimo"}, (
         "transformers has no code for MiMo: tests make its checkpoints from Qwen2's"
     )
     assert set(NAMES.values()) == set(ARCHITECTURES)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.latent.kernels import CpuLatentKernels
+from executor_svc.cpu.kernels.states.kernels import CpuStateKernels
 from executor_svc.models.decoder import Decoder, is_ignored
 from executor_svc.models.registry import ARCHITECTURES, own_architecture
 from executor_svc.models.spec import DecoderSpec, linear_shapes
@@ -24,8 +24,8 @@ from executor_svc.models.stored_names import decoder_names
 FILES = sorted((Path(__file__).parents[2] / "data" / "published_configs").iterdir())
 MIXTURE_LAYERS = 4
 """As many of one whose layers have hundreds of experts."""
-LISTS = ("layer_types", "no_rope_layers", "layer_rope_theta")
-RENAMED = {"phimoe": {".mlp.router.": ".block_sparse_moe.gate."}}
+LISTS = ("hybrid_override_pattern", "layer_types", "no_rope_layers", "layer_rope_theta")
+RENAMED = {"nemotron_h": {"model.": "backbone."}, "phimoe": {".mlp.router.": ".block_sparse_moe.gate."}}
 """What transformers calls otherwise than files do."""
 MOST_LAYERS = 8
 """Of a model that is built: more are alike."""
@@ -63,7 +63,7 @@ class Stored:
         return self.tensor
 
 
-class Kernels(CpuLatentKernels):
+class Kernels(CpuStateKernels):
     """Those that weights are prepared for need none."""
 
     def head_linear(self, weight: Tensor) -> Any:
@@ -73,13 +73,21 @@ class Kernels(CpuLatentKernels):
         return tuple(linears)
 
 
+@dataclass
+class Prepared:
+    """A weight as kernels would have it."""
+
+    out_features: int
+    in_features: int
+
+
 class Builder:
     """Implements `models.base.Builder` without memory."""
 
     torch_device, dtype, kernels = torch.device("cpu"), torch.bfloat16, Kernels()
 
     def prepare_linear(self, name: str, weight: Any, bias: Tensor | None = None) -> Any:
-        return tuple(weight.shape)
+        return Prepared(*weight.shape)
 
     prepare_embedding = prepare_linear
 
@@ -94,7 +102,8 @@ def few_layers(content: dict[str, Any]) -> dict[str, Any]:
         lists["moe_layers"] = [layer for layer in content["moe_layers"] if layer < MOST_LAYERS]
     if content.get("num_kv_shared_layers"):
         lists["num_kv_shared_layers"] = 2
-    most = MIXTURE_LAYERS if content.get("n_routed_experts") else MOST_LAYERS
+    has_many = content.get("n_routed_experts") and "hybrid_override_pattern" not in content
+    most = MIXTURE_LAYERS if has_many or (content.get("num_experts") or 0) > 256 else MOST_LAYERS
     return {**content, count_of_layers(content): min(most, content[count_of_layers(content)]), **lists}
 
 
@@ -124,14 +133,15 @@ def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tup
 
 def by_expert(shapes: dict[str, tuple[int, ...]], spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes with those of single experts in the place of the tensors of all."""
-    found = {name: shape for name, shape in shapes.items() if len(shape) < 3}
+    found = {name: shape for name, shape in shapes.items() if len(shape) < 3 or "conv" in name}
     for name, (count, *size) in shapes.items() - found.items():
         layer = int(name.split(".")[2])
         experts = spec.layers[layer].experts
         assert experts is not None
         own, hidden = experts.intermediate_size, spec.hidden_size
-        into = "gate_up" in name
-        assert (count, sorted(size)) == (experts.router.num_experts, sorted((2 * own if into else own, hidden)))
+        into = "gate_up" in name or (not experts.gated and "up_proj" in name)
+        rows = 2 * own if into and experts.gated else own
+        assert (count, sorted(size)) == (experts.router.num_experts, sorted((rows, hidden)))
         shape = (own, hidden) if into else (hidden, own)
         modules = experts.names.into if into else (experts.names.down,)
         found |= {f"model.layers.{layer}.{each.format(expert)}.weight": shape

@@ -132,6 +132,18 @@ def test_scales_that_are_not_finite_are_errors(name: str, tmp_path: Path) -> Non
             load(tmp_path, config_of(name))
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "fp8" in name or "float" in name])
+def test_codes_of_fp8_that_are_nan_are_errors(name: str, tmp_path: Path) -> None:
+    tensors = load_file(HERE / f"{name}.safetensors")
+    (key,) = [key for key, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]
+    for code in (0x7F, 0xFF):
+        broken = tensors[key].clone()
+        broken.view(torch.uint8)[-1, -1] = code
+        save_file(tensors | {key: broken}, tmp_path / "model.safetensors")
+        with pytest.raises(LoaderError, match=f"tensor {key} holds NaN"):
+            load(tmp_path, config_of(name))
+
+
 def test_groups_of_columns_out_of_range_are_errors_with_one_group_too(tmp_path: Path) -> None:
     shutil.copy(HERE / "gptq_4.safetensors", tmp_path / "model.safetensors")
     tensors = load_file(HERE / "gptq_4.safetensors")

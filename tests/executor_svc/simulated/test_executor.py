@@ -12,6 +12,7 @@ import pytest
 from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.result import SlotError
 from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.batch.slot_digest import digest_of
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.expected_tokens import expected_candidates, expected_logprobs, expected_tokens
 from tests.helpers.executor.plans import ints, scheduled, sequence
@@ -342,7 +343,7 @@ def test_contradictions_are_refused_before_anything_moves(fields: dict[str, Any]
 def test_the_digest_is_that_of_the_slots() -> None:
     rig = Rig(WIDE)
     result = rig.step(admitted=(sequence(0, PROMPT, [7, 2, 30]),), debug_digest=True)
-    assert result.debug_digest == rig.executor.slots.digest()
+    assert result.debug_digest == digest_of(rig.executor.slots)
 
 
 def test_steps_end_when_their_modelled_time_has_passed() -> None:

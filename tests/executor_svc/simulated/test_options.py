@@ -148,6 +148,13 @@ def test_groups_are_read_and_counted_in_pages() -> None:
     assert (description.limits.kv_groups, description.limits.num_device_blocks) == ((GroupShape(64, 2),), 16)
 
 
+def test_states_are_counted_in_pages() -> None:
+    executor, description = build_simulated(config(simulate_state_pages=5, max_model_len=64, max_num_seqs=2))
+    assert (description.limits.pages_per_state, description.limits.num_device_blocks) == (5, 2 * (4 + 5))
+    assert executor.pools.device_states.shape == (18, 3)
+    assert build_simulated(config())[0].pools.device_states.shape[1] == 0
+
+
 @pytest.mark.parametrize(
     "text", ["", "1024", "full:0", "full:33", "0:1", "full:1,full:1", "8:1,full:1", "1:1,,2:1", "99999999:1"]
 )

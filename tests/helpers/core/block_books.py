@@ -15,6 +15,7 @@ from scheduler_svc.core.memory.prefix_cache import CachedPrefix
 from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
 from scheduler_svc.core.types import RequestSpec
+from tests.helpers.core.state_books import StateBooks
 
 STOP = 9
 MAX_CHUNK = 12
@@ -47,6 +48,7 @@ class Row:
     sample_index: int = 0
     shared_blocks: SharedBlocks | None = None
     windows: list[range] = field(default_factory=list)
+    state_pages: tuple[int, ...] = ()
     prefix_ends: tuple[int, ...] = ()
     may_compute: bool = True
 
@@ -76,7 +78,7 @@ def make_rates(token_ns: int, block_ns: int) -> MeasuredRates:
     return rates
 
 
-class BlockBooks:
+class BlockBooks(StateBooks):
     """The block manager, the model, and whoever holds blocks."""
 
     def __init__(
@@ -87,11 +89,14 @@ class BlockBooks:
         caching: bool,
         rates: tuple[int, int] | None,
         groups: tuple[KVGroup, ...] = (),
+        state_pages: int = 0,
     ) -> None:
-        """num_blocks: with their pages in all groups."""
-        self.sizes = group_sizes(groups, block_size, MAX_CHUNK)
+        """num_blocks: with their pages in all groups, and a few states besides."""
+        super().__init__()
+        self.sizes = group_sizes(groups, block_size, MAX_CHUNK, pages_per_state=state_pages)
         num_pages = 1 if self.sizes is None else self.sizes.block_pages
-        self.num_pages, self.num_host_pages = num_blocks * num_pages, num_host_blocks * num_pages
+        self.num_pages = num_blocks * num_pages + 6 * state_pages
+        self.num_host_pages = num_host_blocks * num_pages + 3 * state_pages * (num_host_blocks > 0)
         self.blocks = BlockManager(
             self.num_pages,
             block_size,
@@ -124,7 +129,7 @@ class BlockBooks:
         full, *in_windows = pool.pages_of(block_id)
         if full:
             yield 0, full
-        for number, pages in enumerate(in_windows):
+        for number, pages in enumerate(in_windows[: len(row.windows)]):
             yield 1 + number, pages if index in row.windows[number] else ()
 
     def _num_pages(self, rows: list[Row]) -> int:
@@ -134,7 +139,8 @@ class BlockBooks:
     def _held_pages(self, row: Row) -> list[int]:
         table = row.block_ids or row.host_block_ids
         pool = self.blocks.host_pool if row.host_block_ids else self.blocks.pool
-        return [page for index in range(len(table)) for _, pages in self._pages(row, index, pool) for page in pages]
+        pages = [page for index in range(len(table)) for _, pages in self._pages(row, index, pool) for page in pages]
+        return [*pages, *row.state_pages]
 
     def check(self) -> None:
         self.blocks.check_integrity(self.running + self.swapped)
@@ -182,16 +188,18 @@ class BlockBooks:
             return
         ends = [0]
         for end in range(1, len(places) + 1):
+            if self.sizes.state_pages and places[end - 1] not in pool.windows[-1]:
+                continue
             firsts = [max(0, end * self.size - (group.window or 0) + 1) // self.size for group in self.sizes.windows]
             if all(place in pool.windows[number] for number, first in enumerate(firsts) for place in places[first:end]):
                 ends.append(end)
         assert found.num_blocks == ends[-1]
-        assert found.num_matched == (len(places) if self.sizes.windows else 0)
+        assert found.num_matched == (len(places) if self.sizes.extra_pages else 0)
 
     def _check_counts(self) -> None:
         """Between plans nothing but tables holds blocks."""
         holders = Counter(block_id for row in self.running for block_id in row.block_ids)
-        assert self.blocks.num_free == self.num_pages - self._num_pages(self.running)
+        assert self.blocks.num_free == self.num_pages - self._num_pages(self.running) - self.num_saving_pages
         num_holders = self.blocks.pool.num_holders
         assert num_holders == [holders[block_id] for block_id in range(len(num_holders))]
         assert self.blocks.num_shared_refs == holders.total() - len(holders)
@@ -199,6 +207,9 @@ class BlockBooks:
 
     def _check_contents(self) -> None:
         self._spoil()
+        self.check_snapshots()
+        for row in self.running:
+            self.read_state(row, row.num_written)
         for rows, contents, pool in (
             (self.running, self.device, self.blocks.pool),
             (self.swapped, self.host, self.blocks.host_pool),
@@ -224,6 +235,10 @@ class BlockBooks:
         """Once all have gone, every block is free."""
         for row in self.running + self.swapped:
             self.blocks.free(row)
+            self.release(row)
+        self.num_steps += 1
+        if self.blocks.snapshots is not None:
+            self.blocks.snapshots.pass_step(self.num_steps)
         self.blocks.take_moves()
         self.blocks.check_integrity([])
         assert (self.blocks.num_free, self.blocks.num_used_host) == (self.num_pages, 0)

@@ -29,6 +29,7 @@ GROUPS = [
     (replace(FULL, pages_per_block=2), LARGE, replace(SMALL, index=2)),
     (replace(FULL, pages_per_block=3),),
     (KVGroup(0, 4, 2),),
+    (KVGroup(0, 1),),
 ]
 """The KV groups of executors; none: a block is a page."""
 
@@ -128,8 +129,14 @@ class World(BlockBooks):
         child = self._make_row(source.group, [*source.token_ids[:num_shared], token_id])
         if not self._covers(source, num_shared):
             return
-        num_free = self.blocks.num_free
+        num_free, states = self.blocks.num_free, self.blocks.states
+        if states is not None:
+            if num_shared != source.num_computed_tokens or num_free < states.num_pages:
+                return  # Its state stands elsewhere.
+            num_free -= states.num_pages
         self.blocks.share_blocks(source, child, num_shared)
+        if states is not None:
+            states.copy(source, child)
         assert self.blocks.num_free == num_free
         assert child.block_ids == source.block_ids[: self.blocks.num_blocks_for(num_shared)]
         child.num_computed_tokens = child.num_written = num_shared
@@ -146,6 +153,8 @@ class World(BlockBooks):
     def _admit_beside(self, pick: int, token_id: int) -> None:
         """As a fork, but of whole blocks, and with room for its own tokens."""
         sources = [row for row in self.running if min(row.num_written, len(row.token_ids)) >= self.size]
+        if self.blocks.states is not None:
+            return  # Nobody goes on behind blocks without a state.
         if not sources or self.blocks.num_free < self.blocks.block_pages:
             return
         source = sources[pick % len(sources)]
@@ -176,6 +185,7 @@ class World(BlockBooks):
             return
         row = rows.pop(pick % len(rows))
         self.blocks.free(row, invalid_kv=how == "spoil")
+        self.release(row)
         assert (row.block_ids, row.host_block_ids, row.num_cached_blocks, row.cache_node) == ([], [], 0, None)
         self.blocks.free(row)
         row.num_computed_tokens = row.num_written = 0
@@ -200,6 +210,8 @@ class World(BlockBooks):
             assert held_by_others or num_distinct > num_free or self.just_in
             assert tables == [row.block_ids for row in rows]
             return False
+        for row in rows:
+            self.release(row)
         assert [len(row.host_block_ids) for row in rows] == [len(table) for table in tables]
         assert not any(row.block_ids for row in rows)
         assert self.blocks.host_pool.num_free == num_free - num_distinct
@@ -229,9 +241,14 @@ class World(BlockBooks):
         """A plan is complete and runs. Of some sequences the results are in at once."""
         wants, samples, confirms = cycle(wanted), cycle(sampled), cycle(confirmed)
         chunks = [(row, self._make_room(row, next(wants))) for row in self.running]
+        for row, num_tokens in chunks:
+            self.arm(row, num_tokens)
         self._move()
         for row, num_tokens in chunks:
+            context_len = row.num_computed_tokens
             self._compute(row, num_tokens, next(samples))
+            self.compute_state(row, min(context_len, row.num_written))
+        self.end_step(is_told=confirmed[0])
         self.just_out.clear()
         self.just_in = False
         self._check_counts()

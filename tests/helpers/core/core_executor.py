@@ -91,6 +91,7 @@ class CoreExecutor:
             max_cpu_loras=spec.max_cpu_loras,
             has_grammars=bool(spec.grammar_engine),
             kv_groups=tuple(GroupShape(group.window or 0, group.pages_per_block) for group in spec.kv_groups),
+            pages_per_state=spec.pages_per_state,
         )
         self.adapters = SimulatedAdapters(spec.max_cpu_loras)
         drafts = AcceptanceSource(vocab_size, acceptance, self.adapters.hash_of) if spec.max_drafts else None
@@ -114,15 +115,17 @@ class CoreExecutor:
     def run_in_part(self, plans: Iterable[StepPlan]) -> None:
         """Leave garbage wherever these plans write: nobody may read it before it is written again."""
         pools = self.inner.pools
-        before = pools.device.copy(), pools.host.copy()
+        all_pools = pools.device, pools.host, pools.device_states, pools.host_states
+        before = [pool.copy() for pool in all_pools]
         for plan in plans:
             self.run(plan)
-        for pool, former in zip((pools.device, pools.host), before, strict=True):
+        for pool, former in zip(all_pools, before, strict=True):
             pool[pool != former] = _GARBAGE
 
     def spoil(self, pages: list[int]) -> None:
         """Leave garbage in pages that nobody holds."""
         self.inner.pools.device[pages] = _GARBAGE
+        self.inner.pools.device_states[pages] = _GARBAGE
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out a plan."""

@@ -38,7 +38,7 @@ _BATCHINGS: st.SearchStrategy[BatchingPolicy] = st.one_of(
 @st.composite
 def kv_groups(draw: st.DrawFn) -> tuple[KVGroup, ...]:
     """None, as most have; a full group, one with a window, or both, with 1 to 3 pages a block."""
-    pages, window = st.integers(1, 3), st.sampled_from([8, 2, 5, 17])
+    pages, window = st.integers(1, 3), st.sampled_from([8, 2, 5, 17, 1])
     kinds = draw(st.sampled_from(["", "", "full", "both", "both", "window", "two windows"]))
     groups = []
     if kinds in ("full", "both", "two windows"):
@@ -49,15 +49,24 @@ def kv_groups(draw: st.DrawFn) -> tuple[KVGroup, ...]:
 
 
 @st.composite
+def state_pages(draw: st.DrawFn) -> int:
+    """None, or a recurrent state of 1 to 3 pages."""
+    return draw(st.sampled_from([0, 0, 1, 2, 3]))
+
+
+@st.composite
 def executors(draw: st.DrawFn) -> ExecutorSpec:
     """Small ones: memory, slots and budget all run short."""
     block_size, max_num_seqs = draw(st.sampled_from([4, 1, 2, 8])), draw(st.sampled_from([4, 6, 8, 5, 3, 2, 1]))
-    groups = draw(kv_groups())
+    groups, pages_per_state = draw(kv_groups()), draw(state_pages())
     return ExecutorSpec(
         block_size=block_size,
         num_blocks=max(3, draw(st.sampled_from([64, 48, 160, 32, 80])) // block_size)
-        * (sum(group.pages_per_block for group in groups) or 1),
+        * (sum(group.pages_per_block for group in groups) or 1)
+        + pages_per_state * draw(st.sampled_from([max_num_seqs, 2, 2 * max_num_seqs])),
         kv_groups=groups,
+        pages_per_state=pages_per_state,
+        lacks=frozenset({"beams"} if pages_per_state else ()),
         num_slots=max_num_seqs + draw(st.integers(0, 3)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([24, 8, 4, 12, 0])),

@@ -147,6 +147,8 @@ class Rig:
             "max_num_seqs": setting.max_num_seqs,
             "max_num_batched_tokens": setting.max_num_batched_tokens,
         }
+        if setting.max_drafts:  # the tail of recurrent states holds as many
+            sizes |= {"speculative": "ngram", "num_speculative_tokens": setting.max_drafts}
         config, geometry = ExecutorConfig(**{**model.options, **sizes}), model.loaded.geometry
         self.setting = setting
         self.happened: Counter[str] = Counter()
@@ -311,12 +313,20 @@ class Rig:
         """The plans in flight ran in part: whoever reads what they were to write fails."""
         pools = (*self.pools.layers, *self.pools.layout.views(self.pools.host))
         before = [layer.clone() for layer in pools]
+        slots = self.executor.slots
+        states = {*slots.states.tables[slots.admitted].flatten().tolist()}
+        states |= {page for saves in slots.states.armed.values() for save in saves for page in save.pages.tolist()}
+        former = self.pools.pool.clone()
         while len(self._plans) < self.setting.depth and self._plan():
             pass
         for plan in self._plans:
             self.executor.execute(plan_from_wire(plan_to_wire(plan, _EPOCH)), received_ns=0)
-        for layer, former in zip(pools, before, strict=True):
-            layer[(layer != former) & ~(layer.isnan() & former.isnan())] = float("nan")
+            states |= {page for sequence in plan.admitted for page in sequence.state_pages}
+            states |= {*plan.state_saves.page_ids}
+        spoilt = [page for page in states if (self.pools.pool[page] != former[page]).any()]
+        for layer, old in zip(pools, before, strict=True):
+            layer[(layer != old) & ~(layer.isnan() & old.isnan())] = float("nan")
+        self.pools.pool[spoilt] = 0xFF
         self._plans.clear()
         self._unused.clear()
         self.executor.clear()
@@ -336,6 +346,9 @@ class Rig:
         self.executor = self._start()
         for layer in (*self.pools.layers, *self.pools.draft_layers, *self.pools.layout.views(self.pools.host)):
             layer.fill_(float("nan"))
+        if self.pools.pages_per_state:
+            self.pools.pool.fill_(0xFF)
+            self.pools.host.fill_(0xFF)
 
     def _take(self, outputs: StepOutputs) -> None:
         for delta in deltas(outputs):
@@ -370,6 +383,7 @@ def _spec(limits: Limits) -> ExecutorSpec:
         kv_groups=tuple(
             KVGroup(index, group.window or None, group.pages_per_block) for index, group in enumerate(limits.kv_groups)
         ),
+        pages_per_state=limits.pages_per_state,
     )
 
 
@@ -379,6 +393,7 @@ def _named_pages(plan: StepPlan) -> set[int]:
     columns += [ids for moves in (plan.swap_out, plan.copies) for ids in (moves.sources, moves.destinations)]
     columns += [plan.swap_in.destinations, *(sequence.block_ids for sequence in plan.admitted)]
     columns += [table.page_ids for sequence in plan.admitted for table in sequence.group_tables]
+    columns += [plan.state_saves.page_ids, *(sequence.state_pages for sequence in plan.admitted)]
     return {page for column in columns for page in column}
 
 

@@ -152,7 +152,7 @@ def first_pages(spec: ExecutorSpec, num_prompt: int, num_sequences: int) -> int:
         if group.window is not None:
             in_window = min(in_window, -(-(group.window + 4) // size) + 1)
         num_pages += group.pages_per_block * (in_window + num_sequences - 1)
-    return num_pages
+    return num_pages + spec.pages_per_state * num_sequences
 
 
 def fits_one(rigs: Collection[LaneRig], prompt: tuple[int, ...], num_sequences: int) -> bool:

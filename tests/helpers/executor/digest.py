@@ -9,6 +9,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 from executor_svc.batch.slots import Slots
+from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
@@ -33,6 +34,9 @@ class SlotState:
     num_computed_tokens: int
     token_ids: Ids[int]
     tables: Ids[GroupEntries]
+    state_pages: Ids[int] = ()
+    armed: Ids[tuple[int, Ids[int]]] = ()
+    """Positions of copies of its state that are to be made, and the pages of each."""
 
 
 def lane_states(lane: Lane) -> list[SlotState]:
@@ -53,7 +57,15 @@ def _told(lane: Lane, sequence: Sequence) -> SlotState:
         sequence.num_computed_tokens,
         token_ids,
         _tables(lane, sequence, block_ids),
+        list(sequence.state_pages),
+        _armed(lane, sequence),
     )
+
+
+def _armed(lane: Lane, sequence: Sequence) -> list[tuple[int, list[int]]]:
+    snapshots = lane.blocks.snapshots
+    saves = () if snapshots is None else snapshots.of(sequence)
+    return [(save.num_blocks * lane.spec.block_size, list(save.pages)) for save in saves if not save.is_made]
 
 
 def _tables(lane: Lane, sequence: Sequence, block_ids: list[int]) -> list[GroupEntries]:
@@ -63,7 +75,7 @@ def _tables(lane: Lane, sequence: Sequence, block_ids: list[int]) -> list[GroupE
         return [GroupEntries(len(block_ids), block_ids)]
     assert isinstance(pool, PagedPool)
     found, number = [], 0
-    for group in lane.spec.kv_groups:
+    for group in lane.spec.kv_groups or (KVGroup(0),):
         start, end, pages = 0, len(block_ids), pool.full_pages_of
         if group.window is not None:
             start = first_read(sequence.num_computed_tokens, group.window, sizes.block_size)
@@ -89,6 +101,8 @@ def slot_states(slots: Slots) -> list[SlotState]:
             int(slots.num_computed_tokens[slot]),
             slots.token_ids[slot, : slots.num_tokens[slot]].tolist(),
             _read_tables(slots, slot),
+            slots.states.tables[slot].tolist(),
+            [(save.position, save.pages.tolist()) for save in slots.states.armed.get(slot, ())],
         )
         for slot in slots.admitted.nonzero()[0].tolist()
     ]
@@ -114,6 +128,9 @@ def digest_of(states: Iterable[SlotState]) -> bytes:
         numbers = [*counts, first.num_blocks, *state.token_ids, *first.pages]
         for table in others:
             numbers += [table.num_blocks, *table.pages]
+        numbers += state.state_pages
+        for position, pages in state.armed:
+            numbers += [position, *pages]
         sha.update(struct.pack(f"<{len(numbers)}i", *numbers))
     return sha.digest()
 

@@ -12,7 +12,10 @@ from executor_svc.plan.limits import Limits
 
 
 def in_groups(plan: StepPlan, limits: Limits) -> StepPlan:
-    """The same plan for all groups; tables of windows begin where the sequence's next row reads."""
+    """The same plan for all groups; tables of windows begin where the sequence's next row reads.
+
+    Moves of models with recurrent states are in pages already.
+    """
     if not limits.kv_groups:
         return plan
     blocks = list(plan.append_block_ids)
@@ -67,6 +70,8 @@ def _admitted(sequence: AdmittedSequence, limits: Limits) -> AdmittedSequence:
 
 
 def _moves(moves: BlockMoves, limits: Limits) -> BlockMoves:
+    if limits.pages_per_state:
+        return moves
     every = range(limits.num_tables)
     return BlockMoves(*([page for block in ids for page in _of(block, every, limits)]
                         for ids in (moves.sources, moves.destinations)))  # fmt: skip

@@ -38,15 +38,17 @@ class Stepper:
         adapters: ModelAdapterLoader | None = None,
         grammars: Grammars | None = None,
         kv_groups: bool = False,
+        more_states: int = 0,
         **limits_of_test: int,
     ) -> None:
         """drafts: makes the source of drafts. draft: makes them on a GPU. adapters and grammars: of the model.
-        kv_groups: layers with windows are in groups of their own; plans are written as for one group. limits_of_test:
-        fields of Limits in place of the usual ones.
+        kv_groups: layers with windows are in groups of their own; plans are written as for one group. more_states:
+        beside one for each slot, of a model with recurrent states. limits_of_test: fields of Limits in place of the
+        usual ones.
         """
         options = {
             **model.options, "block_size": BLOCK_SIZE, "num_gpu_blocks": num_slots * BLOCKS_PER_SLOT,
-            "disable_hybrid_kv_cache_manager": not kv_groups,
+            "disable_hybrid_kv_cache_manager": not kv_groups, "max_num_seqs": num_slots + more_states,
         }  # fmt: skip
         config = ExecutorConfig(**options)
         self.pools = pools = model.device.new_kv_cache(
@@ -67,6 +69,7 @@ class Stepper:
             max_inflight_plans=1,
             max_drafts=max_drafts,
             kv_groups=pools.kv_groups,
+            pages_per_state=pools.pages_per_state,
         )
         limits = with_adapters(replace(limits, **limits_of_test), adapters)
         limits = limits if grammars is None else grammars.within(limits)
@@ -77,10 +80,21 @@ class Stepper:
             grammars=None if grammars is None else grammars.of_slots(limits),
         )  # fmt: skip
         self._step_id = 0
+        self._first_state = pools.num_device_blocks - (num_slots + more_states) * pools.pages_per_state
 
     @staticmethod
     def blocks(slot: int) -> list[int]:
         return list(range(slot * BLOCKS_PER_SLOT, (slot + 1) * BLOCKS_PER_SLOT))
+
+    def pages(self, blocks: list[int]) -> list[int]:
+        """Pages of blocks, for moves of a model with recurrent states."""
+        tables = self.executor.limits.num_tables
+        return [block * tables + table for block in blocks for table in range(tables)]
+
+    def state(self, index: int) -> list[int]:
+        """Pages of a recurrent state, behind all blocks: one for each slot, and those that the test has added."""
+        pages = self.executor.limits.pages_per_state
+        return list(range(self._first_state + index * pages, self._first_state + (index + 1) * pages))
 
     def launch(self, **fields: Any) -> Launched:
         """Begin a step; fields: as of `plan`. What lies before windows is NaN once it is enqueued."""

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.helpers.models import gguf_recurrent
 from tests.helpers.models.gguf_gemma4 import write_gemma4
 
 ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 """Matrices that are F32 in any case."""
-_SPLIT = ("granitemoe", "llama4")
+_SPLIT = ("granitehybrid", "granitemoe", "llama4")
 """Those of which gate and up of all experts are tensors of their own."""
 _EXPERT = re.compile(r"(\.experts)\.(\d+)\.(\w+\.weight)$")
 Floats = NDArray[np.float32]
@@ -91,7 +92,7 @@ def write_gguf(
         more_tensors: added, in F32.
     """
     config = _config(folder)
-    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    architecture = _architecture(config)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_file)
     _write_config(writer, config, architecture)
     if tokens:
@@ -106,7 +107,7 @@ def write_gguf(
         _add(writer, key, value)
     for name, values in _tensors(folder, config, architecture):
         is_wide = name.endswith((*ROUTERS, ".bias")) or name == "position_embd.weight"
-        kind = Type.F32 if values.ndim == 1 or is_wide else kinds(name)
+        kind = Type.F32 if values.ndim == 1 or is_wide or gguf_recurrent.is_small(name) else kinds(name)
         writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
     for kind in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
         ends = (f".{layer}.mlp.act_fn.{kind}" for layer in range(config["num_hidden_layers"]))
@@ -127,7 +128,7 @@ def write_gguf(
 def dequantized(folder: Path, target: Path, kinds: Kinds) -> Path:
     """Write the checkpoint in float32, its matrices as they are after a way through their types, to `target`."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    architecture = _architecture(config)
     tensors = {}
     for name, values in _stored(folder):
         if values.ndim == 2 and name.endswith(".weight"):
@@ -137,7 +138,7 @@ def dequantized(folder: Path, target: Path, kinds: Kinds) -> Path:
                 values, is_turned = np.ascontiguousarray(values.T), True
             values = gguf.dequantize(quantized(values, kind), kind)
             values = values.T if is_turned else values
-        if values.ndim == 3 and architecture != "gpt-oss":
+        if values.ndim == 3 and architecture != "gpt-oss" and ".conv" not in name and "_conv1d." not in name:
             is_turned = architecture == "llama4"
             stored = values.swapaxes(1, 2) if is_turned else values
             kind = kinds(f"blk.0.{_stack(name)[0]}.weight")
@@ -205,6 +206,7 @@ def gguf_name(name: str, architecture: str) -> str:
     """Return GGUF's name of a tensor of transformers, from gguf's own table of names."""
     if name.endswith(".e_score_correction_bias"):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+    name = gguf_recurrent.name_of(name, architecture) if architecture in gguf_recurrent.NAMES else name
     part, _, kind = (f"{name}.weight" if name.endswith("layer_scalar") else _EXPERT.sub(r"\1.\3", name)).rpartition(".")
     if kind == "sinks":
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
@@ -219,6 +221,8 @@ def gguf_name(name: str, architecture: str) -> str:
         if name.endswith(f".{end}"):
             return f"blk.{name.split('.')[2]}.{other}"
     found = _names(architecture).get_name(part)
+    if found is not None and kind == "none":
+        return found
     assert found is not None, name
     return f"{found}.{kind}"
 
@@ -232,8 +236,14 @@ def _config(folder: Path) -> dict[str, Any]:
     """Return config.json by the names of fields that most families have."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = {"n_embd": "hidden_size", "n_positions": "max_position_embeddings", "n_head": "num_attention_heads"}
-    names |= {"n_layer": "num_hidden_layers", "n_inner": "intermediate_size", "ffn_hidden_size": "intermediate_size"}
+    names |= {
+        "model_max_length": "max_position_embeddings",
+        "n_layer": "num_hidden_layers",
+        "n_inner": "intermediate_size",
+        "ffn_hidden_size": "intermediate_size",
+    }
     config |= {known: config[name] for name, known in names.items() if config.get(name)}
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type") or ()))
     heads = config["num_attention_heads"]
     if config["model_type"] == "llama4_text":
         sizes = {"moe_intermediate_size": config["intermediate_size"]}
@@ -241,6 +251,11 @@ def _config(folder: Path) -> dict[str, Any]:
     if config["model_type"] == "falcon":
         return config | {"num_key_value_heads": config["num_kv_heads"] if config["new_decoder_architecture"] else 1}
     return config | ({"num_key_value_heads": heads} if config["model_type"] in ("gpt2", "gpt_neox") else {})
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    found = gguf_recurrent.architecture_of(config)
+    return found or ARCHITECTURES.get(config["model_type"], config["model_type"])
 
 
 @cache
@@ -302,6 +317,9 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
             yield f"{prefix}attn_k_b.weight", keys
             yield f"{prefix}attn_v_b.weight", value
             continue
+        if architecture in gguf_recurrent.NAMES and (found := _of_recurrent(name, values, config, architecture)):
+            yield from found
+            continue
         if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             name = f"{name}.weight"
         if expert := _EXPERT.search(name):
@@ -329,6 +347,15 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> Iterato
         yield gguf_name(name, architecture), values
     for name, matrices in experts.items():
         yield name, np.stack([values for _, values in sorted(matrices, key=lambda each: each[0])])
+
+
+def _of_recurrent(name: str, values: Floats, config: dict[str, Any], architecture: str) -> list[tuple[str, Floats]]:
+    """Return what is made of a tensor that is of no expert."""
+    others = (".experts.", ".block_sparse_moe.", ".kv_b_proj.", "correction_bias")
+    if any(part in name for part in others) or (".shared_mlp." in name and config.get("num_local_experts")):
+        return []
+    made = gguf_recurrent.converted(name, values, config, architecture)
+    return [(gguf_name(each, architecture), rows) for each, rows in made]
 
 
 def _stack(name: str) -> tuple[str, ...]:
@@ -435,10 +462,13 @@ def _write_config(writer: Any, config: dict[str, Any], architecture: str) -> Non
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         if "full_attention" in config["layer_types"]:
             writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
-    _write_factors(writer, config)
+    if architecture != "falcon-h1":
+        _write_factors(writer, config)
+    if architecture in gguf_recurrent.NAMES:
+        gguf_recurrent.write_metadata(writer, config, architecture)
 
 
-_LATENTS = ("deepseek2", "mistral4")
+_LATENTS = ("deepseek2", "kimi-linear", "mistral4")
 
 
 def _write_latents(writer: Any, config: dict[str, Any]) -> None:

@@ -32,10 +32,12 @@ def random_prompts(vocabulary: int, lengths: tuple[int, ...]) -> list[list[int]]
     return [[rng.randrange(2, vocabulary) for _ in range(length)] for length in lengths]
 
 
-def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def transformers_model(folder: Path, dtype: torch.dtype = torch.float32, experts: str | None = None) -> Any:
+    """Return transformers' own model; experts: how it computes them, its default is of whole vectors alone."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    how = {"attn_implementation": "eager", **({"experts_implementation": experts} if experts else {})}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how).eval()
 
 
 def transformers_greedy(reference: Any, prompt: list[int], new_tokens: int) -> Continuation:
@@ -124,12 +126,15 @@ def check_bits_of_chunks(model: Model) -> None:
         assert torch.equal(torch.cat(rows).view(torch.int32), whole.view(torch.int32))
 
 
-def check_bfloat16(folder: Path, prompt: list[int], *, median: bool = False, **options: Any) -> Model:
+def check_bfloat16(
+    folder: Path, prompt: list[int], *, median: bool = False, experts: str | None = None, **options: Any
+) -> Model:
     """Our bf16 logits differ from transformers' fp32 ones by no more than its own bf16 logits do, or little more.
 
-    median: that of rows counts, for rounding sends a few rows of a mixture to other experts. Returns our model.
+    median: that of rows counts, for rounding sends a few rows of a mixture to other experts. experts: as of
+    `transformers_model`. Returns our model.
     """
-    exact, rounded = transformers_model(folder), transformers_model(folder, torch.bfloat16)
+    exact, rounded = (transformers_model(folder, dtype, experts) for dtype in (torch.float32, torch.bfloat16))
     wanted, theirs = teacher_forced(exact, prompt), teacher_forced(rounded, prompt)
     model = Model(folder, dtype="bfloat16", **options)
     (ours,) = model.driver().step([(Tokens(prompt, num_prompt=len(prompt)), len(prompt))])

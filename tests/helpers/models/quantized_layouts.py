@@ -23,7 +23,11 @@ Packed = tuple[dict[str, Tensor], Tensor]
 
 
 LINEARS = tuple(
-    f"{end}.weight" for end in ("proj", "_with_mqa", "_linear", "query_key_value", "dense", "_h_to_4h", "_4h_to_h")
+    f"{end}.weight"
+    for end in (
+        *("proj", "_with_mqa", "_linear", "query_key_value", "dense", "_h_to_4h", "_4h_to_h"),
+        *("_proj_qkv", "_proj_z", "_proj_qkvz", "_proj_ba", ".w1", ".w2", ".w3"),
+    )
 )
 
 

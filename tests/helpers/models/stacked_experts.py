@@ -23,7 +23,7 @@ def by_expert(folder: Path) -> None:
     path = folder / "model.safetensors"
     tensors, kept = load_file(path), {}
     for name in list(tensors):
-        if tensors[name].ndim == 3:
+        if tensors[name].ndim == 3 and "conv" not in name:
             kept[name] = tensors[name]
             tensors |= _matrices(name, tensors.pop(name))
         elif name.endswith((".experts.gate_up_proj_bias", ".experts.down_proj_bias")):

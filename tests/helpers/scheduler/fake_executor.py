@@ -65,6 +65,8 @@ class CountingRunner:
 class RecordingPools:
     """Block pools that only record the moves that they get."""
 
+    state_headers = None
+
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[int], list[int]]] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scheduler_svc.convert.admin import block_table_response
 from scheduler_svc.core.kv_groups import KVGroup
+from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.engine.lane_views import block_tables
 from tests.helpers.core.core_bench import Bench
 
@@ -33,6 +34,18 @@ def test_pages_are_told_by_group_from_the_window_on() -> None:
     assert first.first_block > last.first_block > 0
     pages = [*first.block_ids, *full.block_ids, *last.block_ids]
     assert len(set(pages)) == len(pages)
+
+
+def test_states_are_no_part_of_block_tables() -> None:
+    for groups in ((), (KVGroup(0), KVGroup(1, 6, 2))):
+        bench = Bench(Policies(prefix_caching=True), kv_groups=groups, num_blocks=200, pages_per_state=3)  # type: ignore[arg-type]
+        bench.add("r", 38, max_tokens=20)
+        for _ in range(6):
+            bench.step(depth=1)
+        (sequence,) = response_of(block_table_response(block_tables(bench.core, ("", "r")))).sequences
+        assert len(sequence.block_tables) == max(1, len(groups))
+        told = {page for table in sequence.block_tables for page in table.block_ids}
+        assert told.isdisjoint(bench.sequences("r")[0].state_pages)
 
 
 def test_who_waits_has_no_pages_in_any_group() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
-from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, StepPlan
+from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, StateSaves, StepPlan
 from cadenza_common.plan_wire.reading import plan_from_wire
 from cadenza_common.plan_wire.writing import plan_to_wire
 from executor_svc.config import ExecutorConfig
@@ -30,6 +30,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "given": {"given_slots": [4, 0], "given_token_ids": [0, 99]},
     "forks": {"fork_source_slots": [2, 2], "fork_slots": [3, 0]},
     "debug_digest": {"debug_digest": True},
+    "state_saves": {"state_saves": StateSaves([4, 4], [8, 16], [1, 2, 9, 3, 5, 7])},
     "held": {"held_slots": [0, 3], "resumed_slots": [2]},
 }
 """Fields of a plan, the same in the scheduler and in the executor that reads them."""
@@ -49,6 +50,8 @@ def received(message: bytes) -> dict[str, Any]:
         value = getattr(plan, field.name)
         if isinstance(value, BlockMoves):
             value = BlockMoves(list(value.sources), list(value.destinations))
+        if isinstance(value, StateSaves):
+            value = StateSaves(list(value.slots), list(value.positions), list(value.page_ids))
         if field.compare:
             found[field.name] = list(value) if isinstance(value, array) else value
     return found

@@ -48,6 +48,7 @@ EXECUTOR = ExecutorSpec(
     8, 100, 10, 5, 50, 64, watermark=0.1, num_host_blocks=20, shares_prefixes=False, numerics=b"n",
     max_drafts=4, adaptive_drafts=True, max_loras=2, max_cpu_loras=3, grammar_engine=b"engine",
     lacks=frozenset({"beams", "samples"}), kv_groups=(KVGroup(0, None, 2), KVGroup(1, 128, 3)),
+    pages_per_state=5,
 )  # fmt: skip
 DESCRIPTION = execution_pb2.DescribeResponse(
     protocol_version=1,
@@ -71,6 +72,7 @@ DESCRIPTION = execution_pb2.DescribeResponse(
         bytes_per_block=2**40,
         num_groups=2,
         groups=[execution_pb2.KvGroup(pages_per_block=2), execution_pb2.KvGroup(window=128, pages_per_block=3)],
+        state=execution_pb2.StateGeometry(pages_per_state=5),
     ),
     limits=execution_pb2.ExecutorLimits(
         num_slots=10,
@@ -158,7 +160,7 @@ def test_results_are_recorded_as_the_core_has_read_them() -> None:
         prompt_logprobs=[execution_pb2.SlotLogprobs(slot=3, start=6, columns=columns)],
         candidates=[execution_pb2.SlotCandidates(slot=5, token_ids=[7, 1], logprobs=[-0.3, -0.7])],
         timings=execution_pb2.StepTimings(queue_ns=1, device_ns=2, sample_ns=3, total_ns=4, moves_ns=5),
-        debug_digest=b"digest",
+        debug_digest=b"digest", saved_slots=[1, 1], saved_positions=[8, 16],
     )  # fmt: skip
     assert {field.name for field, _ in message.ListFields()} == {
         field.name for field in message.DESCRIPTOR.fields

@@ -1,4 +1,4 @@
-"""exp, expm1, log and tanh of vectors, from IEEE 754 arithmetic: the same bits in every lane and on every processor.
+"""exp, expm1, log, softplus and tanh of vectors, from IEEE 754 arithmetic: the same bits in each lane and processor.
 
 Ranges, splits and coefficients are those of expf, logf and tanhf in Moshier's Cephes library (single/expf.c, logf.c,
 tanhf.c).
@@ -26,6 +26,7 @@ _LOG = (
 _SQRT_HALF_BITS = 0x3F3504F3
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 _TANH_SERIES_BELOW = 0.625
+_SOFTPLUS_LINEAR_ABOVE = 20.0
 
 # A float below 2^22 plus this constant, read as an integer, is the constant's integer plus the rounded float.
 _ROUNDER = 12582912.0
@@ -79,6 +80,21 @@ def log(x: Vec) -> Vec:
         series = series.times_plus(f, coefficient)
     rest = power.times_plus(_LN2_LOW, square.times_plus(-0.5, series * f * square))
     return power.times_plus(_LN2_HIGH, f + rest)
+
+
+def softplus(x: Vec) -> Vec:
+    """log(1 + exp(x)), within a few units of the last place; x above 20, as PyTorch has it; NaN for NaN.
+
+    log(1 + e) is log(u) * e / (u - 1) for the rounded u = 1 + e (Kahan), which does not lose the bits of a small e.
+    """
+    emit, builder = x.emit, x.emit.builder
+    small = exp(x)
+    above = small + 1.0
+    ratio = small / (above - 1.0)
+    is_one = builder.fcmp_ordered("==", above.value, emit.vec(1.0).value)
+    value = where(emit, is_one, small, log(above) * ratio)
+    linear = builder.fcmp_ordered(">", x.value, emit.vec(_SOFTPLUS_LINEAR_ABOVE).value)
+    return where(emit, linear, x, value)
 
 
 def tanh(x: Vec) -> Vec:

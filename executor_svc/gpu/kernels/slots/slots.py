@@ -264,6 +264,11 @@ class StepBuffers:
         """[S, max_blocks_per_seq] int32: the first table of each sequence."""
         return self.tables[:, 0]
 
+    @property
+    def seq_slots(self) -> Tensor:
+        """[S] int32: the slot of each sequence; -1 for padding."""
+        return self.by_seq[SEQ_SLOTS.value, : self.most.num_seqs]
+
     def inputs(self, sizes: StepSizes) -> StepInputs:
         """Return views for a step of these sizes."""
         tokens, seqs = self.by_token[:, : sizes.num_tokens], self.by_seq[:, : sizes.num_seqs]

@@ -1,4 +1,4 @@
-"""exp, expm1, log and tanh of the kernels against float64, over all of their range."""
+"""exp, expm1, log, softplus and tanh of the kernels against float64, over all of their range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.codegen.functions import exp, expm1, log, tanh
+from executor_svc.cpu.kernels.codegen.functions import exp, expm1, log, softplus, tanh
 from tests.executor_svc.cpu.kernels.emitted import mapped
 from tests.helpers.marks import short_and_long
 
@@ -78,6 +78,19 @@ def test_log(stride: int) -> None:
     worst = max(worst_ulps(apply(x), x.double().log()) for x in floats(tiny, most, stride))
     assert worst < 1
     assert apply(torch.tensor([1.0])).tolist() == [0.0]
+
+
+def test_softplus(stride: int) -> None:
+    apply = mapped(softplus)
+    worst = 0.0
+    for sign, end in ((1.0, 20.0), (-1.0, 80.0)):
+        for size in floats(0.0, end, stride):
+            x = sign * size
+            worst = max(worst, worst_ulps(apply(x), torch.log1p(x.double().exp())))
+    assert worst < 4
+    special = torch.tensor([20.5, 89.0, float("inf"), float("-inf"), float("nan")])
+    assert apply(special)[:4].tolist() == [20.5, 89.0, float("inf"), 0.0]
+    assert bool(apply(special)[4].isnan())
 
 
 def test_tanh(stride: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from executor_svc.device.adapters import NO_PLACE
 from executor_svc.models.adapters.adapter import Adapter
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
+from executor_svc.models.adapters.reading import AdapterError
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.driver import Driver, Model, Tokens
@@ -143,6 +144,34 @@ def test_mixtures(
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear"]
     config = {"r": 5, "lora_alpha": 2, "target_modules": modules}
     check_logits(model(family), checkpoint(family), tmp_path, config, seed=1)
+
+
+OF_RECURRENT: dict[str, dict[str, Any]] = {
+    "kimi_linear": {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "o_proj"], "layers_to_transform": [1]},
+    "lfm2": {"target_modules": ["q_proj", "k_proj", "v_proj", "w1", "w3", "w2"]},
+    "nemotron_h": {"target_modules": ["q_proj", "v_proj", "o_proj"]},
+    "qwen3_5_delta": {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]},
+}
+
+
+@pytest.mark.parametrize("family", OF_RECURRENT)
+def test_attention_and_mlp_beside_recurrent_layers(
+    checkpoint: Callable[[str], Path], model: Callable[[str], Model], family: str, tmp_path: Path
+) -> None:
+    config = {"r": 5, "lora_alpha": 2, **OF_RECURRENT[family]}
+    check_logits(model(family), checkpoint(family), tmp_path, config, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [("kimi_linear", "q_proj"), ("lfm2", "in_proj"), ("nemotron_h", "in_proj"), ("qwen3_5_delta", "in_proj_qkv")],
+)
+def test_linears_of_recurrences_are_refused_by_name(
+    checkpoint: Callable[[str], Path], family: str, target: str, tmp_path: Path
+) -> None:
+    save_peft_adapter(checkpoint(family), tmp_path, r=2, lora_alpha=1, target_modules=[target])
+    with pytest.raises(AdapterError, match=rf"layers\.0\.[\w.]+\.{target}"):
+        read(checkpoint(family), tmp_path)
 
 
 @pytest.mark.sampled(7)

@@ -85,6 +85,30 @@ def test_keys_and_values_are_counted_layer_by_layer(name: str, length: int, full
         assert size <= found[1][window] <= 1.1 * size, "a page may end with room"
 
 
+@pytest.mark.parametrize(
+    ("name", "kv", "state"),
+    [
+        # KV heads x head size of layers with attention; fp32 matrices and bf16 convolutions of the others.
+        ("LFM2-1.2B", 6 * 8 * 64, 10 * 3 * 2048 * 2),
+        ("Qwen3.5-9B", 8 * 4 * 256, 24 * (32 * 128 * 128 * 4 + 4 * 8192 * 2)),
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 6 * 2 * 128, 23 * (64 * 64 * 128 * 4 + 4 * 6144 * 2)),
+    ],
+)
+def test_the_state_of_a_request_is_counted(name: str, kv: int, state: int) -> None:
+    published = ROOT / "tests" / "data" / "published_configs" / f"{name}.json"
+    found = read_kv(json.loads(published.read_text()), 2, 16, lambda size: size)
+    assert found is not None
+    assert 2 * 2 * kv <= found[1][0] <= 1.1 * 2 * 2 * kv
+    assert state <= found[2] <= 1.1 * state
+
+
+def test_the_words_about_states() -> None:
+    sizes = replace(SIZES, state_bytes=5_000_000)
+    lines = fit_lines(sizes, Room(20_000_000))
+    assert lines[1].endswith("; a state of 5.0 MB a request beside them")
+    assert sizes.kv_of(10, 3) == 10 * sizes.kv_bytes + 15_000_000
+
+
 @pytest.mark.parametrize("family", ["gemma4_text", "gpt_oss", "mistral", "gpt2", "llama", "llama4_text"])
 def test_a_request_takes_what_the_pool_gives_it(tmp_path: Path, family: str) -> None:
     """In layers with a window what it keeps of it at most."""

@@ -141,6 +141,12 @@ def test_gguf(tmp_path: Path, target: Model) -> None:
     assert draft.layers.weight_bytes < 2 * draft.num_parameters
 
 
+def test_recurrent_layers(tmp_path: Path, target: Model) -> None:
+    folder = make_checkpoint(tmp_path, "lfm2")
+    with pytest.raises(LoaderError, match=r"^--speculative-model .*: Lfm2ForCausalLM has recurrent layers"):
+        load(folder, target)
+
+
 def test_another_number_of_ids(tmp_path: Path, target: Model) -> None:
     other = make_llama(tmp_path / "draft", vocab_size=271)
     with pytest.raises(LoaderError, match=rf"^--speculative-model {other}: .* 271 ids .* 270: a draft must have"):

@@ -76,6 +76,8 @@ def announced(bench: Bench) -> set[tuple[bytes, Tier]]:
             chains[node] = [*(chains[parent] if isinstance(parent, int) else []), node]
     found = set()
     for chain in chains.values():
+        if sizes.state_pages and not pools._windows_at(cache.place(chain[-1])) >> len(sizes.windows) & 1:
+            continue
         if all(
             pools._windows_at(cache.place(node)) >> number & 1
             for number, group in enumerate(sizes.windows)
@@ -211,13 +213,19 @@ GROUPS = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pages_per_state", [0, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_with_windows_routers_are_told_what_lies_before_the_end_of_a_hit(seed: int) -> None:
+def test_with_windows_and_states_routers_are_told_what_lies_before_the_end_of_a_hit(
+    seed: int, pages_per_state: int
+) -> None:
     draw = random.Random(seed)
     groups = GROUPS[seed % len(GROUPS)]
+    if pages_per_state and seed % 3 == 0:
+        groups = (KVGroup(0),)
     pages = sum(group.pages_per_block for group in groups)
-    host = draw.choice([0, 16 * pages])
-    bench = bench_of(num_blocks=16 * pages, num_host_blocks=host, max_num_batched_tokens=24, kv_groups=groups)
+    host, sizes = draw.choice([0, 16 * pages]), {"kv_groups": groups, "pages_per_state": pages_per_state}
+    num_pages = 16 * pages + 8 * pages_per_state
+    bench = bench_of(num_blocks=num_pages, num_host_blocks=host, max_num_batched_tokens=24, **sizes)
     follower, texts = Follower(), [[draw.randrange(30) for _ in range(48)] for _ in range(2)]
     if seed % 2:
         follower.collect(bench)

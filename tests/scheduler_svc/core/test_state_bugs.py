@@ -1,0 +1,43 @@
+"""Bugs of states in plans, results and sessions, put in by hand: what `test_states.py` tests would not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cadenza_common.plan.errors import InvalidPlan
+from scheduler_svc.core.errors import InvariantError
+from tests.scheduler_svc.core import test_states as tests
+from tests.simulation.seeded_bugs import SeededBug, seeded
+from tests.simulation.state_bugs import WAYS
+
+_FULL = tests.GROUPS["full"]
+_FOUND_BY: dict[str, Callable[[], None]] = {
+    "a state that a lost plan was to change is kept": lambda: (
+        tests.test_a_sequence_that_a_lost_plan_was_to_compute_goes_on_behind_a_saved_state(_FULL)
+    ),
+    "copies that a lost session was to make are waited for": (
+        tests.test_copies_that_a_lost_session_was_to_make_are_given_up
+    ),
+    "no state is saved where a prefix branches that was seen twice (vLLM 45238, 57610)": lambda: (
+        tests.test_requests_that_share_a_shortened_prefix_hit_as_the_rules_say(100)
+    ),
+    "no state is saved in the middle of a long prompt": lambda: (
+        tests.test_requests_that_share_a_shortened_prefix_hit_as_the_rules_say(100)
+    ),
+    "the last states of talks go before those of others (vLLM 48435)": (
+        tests.test_the_last_state_of_a_talk_goes_with_its_end
+    ),
+    "samples begin without their source's state": lambda: tests.test_samples_have_states_of_their_own(_FULL, 2, 0),
+    "copies take the last pages": tests.test_copies_take_no_page_that_is_needed,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", WAYS, ids=lambda bug: bug.name)
+def test_a_bug_of_states_in_plans_is_found(bug: SeededBug) -> None:
+    check = _FOUND_BY[bug.name]
+    check()
+    with seeded(bug), pytest.raises((AssertionError, InvariantError, InvalidPlan)):
+        check()

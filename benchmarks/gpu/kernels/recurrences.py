@@ -18,8 +18,9 @@ from benchmarks.gpu.kernels.attention import bandwidth
 from benchmarks.gpu.kernels.attention_launch import arch_and_sms
 
 if TYPE_CHECKING:
-    from executor_svc.device.states import LayerState, StateMemory, StateOperations
+    from executor_svc.device.states import StateMemory, StateOperations
     from executor_svc.gpu.states import GpuStateKernels
+    from executor_svc.plan.state_sizes import LayerState
 
 _GOAL = Goal("percent_of_copy", at_least=60)
 _DECODES, _PROMPTS = (1, 16, 64, 256), (256, 2048)
@@ -38,7 +39,7 @@ class RecurrentLayer:
 
     def state(self) -> LayerState:
         """Return what it keeps of a sequence."""
-        from executor_svc.device.states import ConvState, DeltaState, LayerState, MambaState
+        from executor_svc.plan.state_sizes import ConvState, DeltaState, LayerState, MambaState
 
         if self.kind == "conv":
             return LayerState(ConvState(self.sizes[0], self.sizes[1]))
@@ -98,7 +99,7 @@ class Inputs:
     @staticmethod
     def of(state: LayerState, num_tokens: int, device: torch.device, seed: int = 0) -> Inputs:
         """Return random ones."""
-        from executor_svc.device.states import DeltaState
+        from executor_svc.plan.state_sizes import DeltaState
 
         generator = torch.Generator().manual_seed(seed)
 
@@ -138,7 +139,8 @@ class Sequences:
         device: torch.device,
         num_saves: int = 0,
     ) -> None:
-        from executor_svc.device.states import HEADER_BYTES, StateMemory
+        from executor_svc.device.states import StateMemory
+        from executor_svc.plan.state_sizes import HEADER_BYTES
 
         self.operations, self.state, self.batch, self.tail = operations, state, batch, tail
         sizes = state.unit_bytes(tail, torch.bfloat16)
@@ -165,7 +167,7 @@ class Sequences:
 
     def run(self, inputs: Inputs) -> Tensor:
         """Run the layer's convolution and recurrence over the step that was filled."""
-        from executor_svc.device.states import DeltaState, MambaState
+        from executor_svc.plan.state_sizes import DeltaState, MambaState
 
         shape = self.state.recurrence
         where = self.memory, self.plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from cadenza_common.plan.plan import StateSaves
 from executor_svc.batch.mirror_slots import MirrorSlots
@@ -17,8 +18,6 @@ from executor_svc.gpu.staging import StagedChanges
 from executor_svc.gpu.step_states import EnqueuedStates, StepSaves
 from tests.helpers.executor.plans import ints, plan, scheduled, sequence
 from tests.helpers.scheduler.fake_executor import LIMITS
-
-import torch
 
 DRAFTS = 3
 STATES = replace(LIMITS, pages_per_state=3, max_drafts=DRAFTS)
@@ -56,9 +55,13 @@ class Steps:
         ahead = np.tile(np.arange(1 + drafts), len(lengths))
         errors = np.full(len(ahead), IDLE if idle else 0)
         positions = np.array(lengths, np.int64).repeat(1 + drafts) + ahead
-        committed = CommittedTokens(np.zeros_like(ahead), errors, np.zeros_like(positions) if idle else positions, ahead)
+        committed = CommittedTokens(
+            np.zeros_like(ahead), errors, np.zeros_like(positions) if idle else positions, ahead
+        )
         found = self.saves.settle(states, committed.with_drafts(step), committed)
-        return [] if found is None else list(zip(found.saved_slots.tolist(), found.save_positions.tolist(), strict=True))
+        return (
+            [] if found is None else list(zip(found.saved_slots.tolist(), found.save_positions.tolist(), strict=True))
+        )
 
 
 def test_saves_inside_a_chunk() -> None:

@@ -7,7 +7,7 @@ them: the results must be near those of the reference, and the same bits as each
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +18,9 @@ from benchmarks.gpu.kernels.attention import bandwidth
 from benchmarks.gpu.kernels.attention_launch import arch_and_sms
 
 if TYPE_CHECKING:
-    from executor_svc.device.states import LayerState, StateMemory, StateOperations
+    from executor_svc.device.states import StateMemory, StateOperations
     from executor_svc.gpu.states import GpuStateKernels
+    from executor_svc.plan.state_sizes import LayerState
 
 _GOAL = Goal("percent_of_copy", at_least=60)
 _DECODES, _PROMPTS = (1, 16, 64, 256), (256, 2048)
@@ -38,7 +39,7 @@ class RecurrentLayer:
 
     def state(self) -> LayerState:
         """Return what it keeps of a sequence."""
-        from executor_svc.device.states import ConvState, DeltaState, LayerState, MambaState
+        from executor_svc.plan.state_sizes import ConvState, DeltaState, LayerState, MambaState
 
         if self.kind == "conv":
             return LayerState(ConvState(self.sizes[0], self.sizes[1]))
@@ -46,7 +47,7 @@ class RecurrentLayer:
             heads, size, state, groups = self.sizes
             return LayerState(ConvState(heads * size + 2 * groups * state, 4), MambaState(heads, size, state, groups))
         key_heads, value_heads, key, value = self.sizes
-        shape = DeltaState(*self.sizes, gate_by_key=self.kind == "delta by key")
+        shape = DeltaState(key_heads, value_heads, key, value, gate_by_key=self.kind == "delta by key")
         return LayerState(ConvState(2 * key_heads * key + value_heads * value, 4), shape)
 
 
@@ -98,7 +99,7 @@ class Inputs:
     @staticmethod
     def of(state: LayerState, num_tokens: int, device: torch.device, seed: int = 0) -> Inputs:
         """Return random ones."""
-        from executor_svc.device.states import DeltaState
+        from executor_svc.plan.state_sizes import DeltaState
 
         generator = torch.Generator().manual_seed(seed)
 
@@ -121,8 +122,8 @@ class Inputs:
 
     def rows(self, start: int, end: int) -> Inputs:
         """Return those of some tokens."""
-        parts = (each[start:end] for each in (self.x, self.gates, self.strengths))
-        return Inputs(*parts, self.weight, self.decay, self.dt_bias, self.d)
+        x, gates, strengths = (each[start:end] for each in (self.x, self.gates, self.strengths))
+        return replace(self, x=x, gates=gates, strengths=strengths)
 
 
 class Sequences:
@@ -138,7 +139,8 @@ class Sequences:
         device: torch.device,
         num_saves: int = 0,
     ) -> None:
-        from executor_svc.device.states import HEADER_BYTES, StateMemory
+        from executor_svc.device.states import StateMemory
+        from executor_svc.plan.state_sizes import HEADER_BYTES
 
         self.operations, self.state, self.batch, self.tail = operations, state, batch, tail
         sizes = state.unit_bytes(tail, torch.bfloat16)
@@ -159,13 +161,14 @@ class Sequences:
             return torch.tensor(values, dtype=torch.int32)
 
         starts = torch.arange(self.batch + 1, dtype=torch.int32) * rows
-        before = (ints(each).expand(self.batch) for each in (self.context, self.folded))
+        context, folded = (ints(each).expand(self.batch) for each in (self.context, self.folded))
         save_starts = ints(0, *[len(saves)] * self.batch)
-        self.plan.fill(starts, *before, self.tables, save_starts, ints(*saves), self.save_tables[: len(saves)])
+        saved = save_starts, ints(*saves), self.save_tables[: len(saves)]
+        self.plan.fill(starts, context, folded, self.tables, *saved)
 
     def run(self, inputs: Inputs) -> Tensor:
         """Run the layer's convolution and recurrence over the step that was filled."""
-        from executor_svc.device.states import DeltaState, MambaState
+        from executor_svc.plan.state_sizes import DeltaState, MambaState
 
         shape = self.state.recurrence
         where = self.memory, self.plan

@@ -7,7 +7,7 @@ them: the results must be near those of the reference, and the same bits as each
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,7 +47,7 @@ class RecurrentLayer:
             heads, size, state, groups = self.sizes
             return LayerState(ConvState(heads * size + 2 * groups * state, 4), MambaState(heads, size, state, groups))
         key_heads, value_heads, key, value = self.sizes
-        shape = DeltaState(*self.sizes, gate_by_key=self.kind == "delta by key")
+        shape = DeltaState(key_heads, value_heads, key, value, gate_by_key=self.kind == "delta by key")
         return LayerState(ConvState(2 * key_heads * key + value_heads * value, 4), shape)
 
 
@@ -122,8 +122,8 @@ class Inputs:
 
     def rows(self, start: int, end: int) -> Inputs:
         """Return those of some tokens."""
-        parts = (each[start:end] for each in (self.x, self.gates, self.strengths))
-        return Inputs(*parts, self.weight, self.decay, self.dt_bias, self.d)
+        x, gates, strengths = (each[start:end] for each in (self.x, self.gates, self.strengths))
+        return replace(self, x=x, gates=gates, strengths=strengths)
 
 
 class Sequences:
@@ -161,9 +161,10 @@ class Sequences:
             return torch.tensor(values, dtype=torch.int32)
 
         starts = torch.arange(self.batch + 1, dtype=torch.int32) * rows
-        before = (ints(each).expand(self.batch) for each in (self.context, self.folded))
+        context, folded = (ints(each).expand(self.batch) for each in (self.context, self.folded))
         save_starts = ints(0, *[len(saves)] * self.batch)
-        self.plan.fill(starts, *before, self.tables, save_starts, ints(*saves), self.save_tables[: len(saves)])
+        saved = save_starts, ints(*saves), self.save_tables[: len(saves)]
+        self.plan.fill(starts, context, folded, self.tables, *saved)
 
     def run(self, inputs: Inputs) -> Tensor:
         """Run the layer's convolution and recurrence over the step that was filled."""

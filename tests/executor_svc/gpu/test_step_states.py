@@ -10,7 +10,7 @@ import torch
 from cadenza_common.plan.plan import StateSaves
 from executor_svc.batch.mirror_slots import MirrorSlots
 from executor_svc.batch.scheduled import Scheduled
-from executor_svc.batch.slot_states import StepStates
+from executor_svc.batch.step_states import StepStates
 from executor_svc.gpu.device_slots import CommittedTokens
 from executor_svc.gpu.kernels.slots.commit import IDLE
 from executor_svc.gpu.slot_states import DeviceStates
@@ -31,7 +31,10 @@ class Steps:
         self.saves = StepSaves(self.slots)
         self.pages = list(range(20, 20 + 3 * len(positions)))
         admitted = tuple(
-            sequence(index, list(range(12)), [0, 1], computed, state_pages=[50 + 3 * index, 51 + 3 * index, 52], max_drafts=DRAFTS, max_len=60)
+            sequence(
+                index, list(range(12)), [0, 1], computed, state_pages=[50 + 3 * index, 51 + 3 * index, 52],
+                max_drafts=DRAFTS, max_len=60,
+            )
             for index in range(2)
         )  # fmt: skip
         saves = StateSaves([slot] * len(positions), positions, self.pages)
@@ -59,9 +62,7 @@ class Steps:
             np.zeros_like(ahead), errors, np.zeros_like(positions) if idle else positions, ahead
         )
         found = self.saves.settle(states, committed.with_drafts(step), committed)
-        return (
-            [] if found is None else list(zip(found.saved_slots.tolist(), found.save_positions.tolist(), strict=True))
-        )
+        return [] if found is None else list(zip(found.slots.tolist(), found.positions.tolist(), strict=True))
 
 
 def test_saves_inside_a_chunk() -> None:
@@ -133,7 +134,7 @@ def test_saves_are_sent_where_they_differ() -> None:
         return {place: list(values) for place, values in changes.runs}
 
     steps = Steps(4, 8)
-    ((enqueued, _)) = steps.enqueue((0, 12, False), (1, 5, False))
+    enqueued, _ = steps.enqueue((0, 12, False), (1, 5, False))
     assert sent(None) == {}
     starts, positions, tables = (
         int(each.storage_offset()) for each in (states.saves.starts, states.saves.positions, states.saves.tables)

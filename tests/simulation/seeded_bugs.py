@@ -380,13 +380,12 @@ def seeded(bug: SeededBug) -> Iterator[None]:
     indent = " " * (len(source) - len(source.lstrip()))
     new = source.replace(bug.old, bug.new.replace("\n", f"\n{indent}"))
     lines = [line.removeprefix(indent) for line in new.splitlines()]
-    # `super()` reads a variable of the class body, which the code gets from the function that it replaces.
-    outer_lines = ["def make(__class__):", *(f"    {line}" for line in lines), f"    return {name}"]
-    code = "from __future__ import annotations\n" + "\n".join(outer_lines)
+    # In a class, where `super()` has its variable, and a method's name does not hide a function of the same name.
+    code = "from __future__ import annotations\n" + "\n".join(["class Changed:", *(f"    {line}" for line in lines)])
     found: dict[str, Any] = {}
     exec(compile(code, f"<{bug.name}>", "exec"), dict(function.__globals__), found)
     # The code, not the name: other modules have imported the function.
-    changed = found["make"](None)
+    changed = found["Changed"].__dict__[name]
     before = function.__code__
     function.__code__ = (changed.fget if isinstance(changed, property) else changed).__code__
     try:

@@ -53,9 +53,7 @@ def thought_then(formats: Formats, opening: Opening, answer: Sequence[str]) -> s
 def tool_of_line(grammar: str, line: int) -> int | None:
     """The index of the tool whose arguments a line of a grammar describes, counted from 1."""
     lines = grammar.split("\n")
-    found = (
-        re.match(r"(?:args|VALUE|QUOTED|STRING|TEXT|any)_(\d+)", lines[line - 1]) if 0 < line <= len(lines) else None
-    )
+    found = _OF_TOOL.match(lines[line - 1]) if 0 < line <= len(lines) else None
     return None if found is None else int(found[1])
 
 

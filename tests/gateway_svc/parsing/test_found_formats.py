@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 
-from gateway_svc.parsing.formats import Formats, find_formats, option_error
+from gateway_svc.parsing import formats as formats_module
+from gateway_svc.parsing.formats import Formats, KnownFormats, find_formats, option_error
 from gateway_svc.parsing.parts import Role
 from tests.helpers.models.chat_templates import HERMES, LLAMA, MISTRAL
 from tests.helpers.models.shown_models import shown_model
@@ -104,3 +108,36 @@ def test_names_that_stand_in_ids_alone_are_shown():
     assert find_formats(info).tools == "kimi_k2"
     assert info.chat_examples is not None
     assert info.chat_examples.calls.count("functions.qmother:1") == 2, "the result's id follows"
+
+
+PROSE = (
+    "Text <think>x</think>, [THINK], <|channel|>analysis<|message|>, <tool_call>[], [TOOL_CALLS], functools[ <|end|> "
+)
+
+
+@pytest.mark.parametrize("before", [f"{{# {PROSE} #}}", PROSE, f"{{{{- 'You are good. {PROSE}' }}}}"])
+@pytest.mark.parametrize(("shown", "tools"), [(HERMES, "hermes"), (LLAMA, "llama3_json"), (CODER, "qwen3_coder")])
+def test_markers_in_prose_and_comments_show_no_format(shown, tools, before):
+    plain, found = find_formats(shown_model(shown)), find_formats(shown_model(before + shown + "\n  "))
+    assert (found.tools, found.reasoning) == (plain.tools, plain.reasoning) == (tools, None)
+
+
+def test_a_closing_marker_at_the_end_of_a_prompt_is_not_enough():
+    """As of Phi's turns, which end with <|end|>, as thoughts of harmony do."""
+    assert find_formats(shown_model(HEAD + "<|end|>{% endfor %}")).reasoning is None
+    assert find_formats(shown_model(HEAD + TAIL + "{{ '<think></think>' }}")).reasoning == "qwen3"
+
+
+async def test_formats_are_found_once_and_not_on_the_event_loop(monkeypatch):
+    info, threads = shown_model(HERMES), []
+
+    def found(*arguments):
+        threads.append(threading.get_ident())
+        return find_formats(*arguments)
+
+    monkeypatch.setattr(formats_module, "find_formats", found)
+    known = KnownFormats()
+    one, other = await asyncio.gather(known.of(info), known.of(info))
+    assert one == other == await known.of(info) == find_formats(info)
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()

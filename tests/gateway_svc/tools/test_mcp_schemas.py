@@ -23,6 +23,7 @@ def schema(properties: dict[str, Any], *required: str, **others: Any) -> dict[st
 STRINGS = {"type": "array", "items": STRING}
 EDITS = {"type": "array", "items": schema({"oldText": STRING, "newText": STRING}, "oldText", "newText", **DRAFT)}
 ENTITY = schema({"name": STRING, "entityType": STRING, "observations": STRINGS}, "name", "entityType", "observations")
+NODE = schema({"name": STRING, "children": {"type": "array", "items": {"$ref": "#/$defs/N"}}}, "name")
 OPTIONAL = {"anyOf": [STRING, {"type": "null"}], "default": None}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "read_file": schema({"path": STRING, "tail": NUMBER, "head": NUMBER}, "path", **DRAFT),
@@ -77,8 +78,33 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "uuid": schema({"id": {"type": "string", "pattern": r"^[0-9a-f]{8}-[0-9a-f]{4}$"}}, "id"),
     "described": schema({"a": {**STRING, "description": "x", "examples": ["y"], "x-order": 1}}, "a", title="Described"),
     "untyped_enum": schema({"level": {"enum": ["low", "high", None]}, "n": {"enum": [1, 2]}}, "level"),
+    "wrapped_reference": schema(
+        {"opts": {"allOf": [{"$ref": "#/$defs/O"}], "default": {}}}, **{"$defs": {"O": schema({"deep": FLAG})}}
+    ),
+    "mail_pattern": schema({"to": {"type": "string", "pattern": r"^[^@ ]+@[^@ ]+\.[a-z]{2,}$"}}, "to"),
+    "letters": schema({"name": {"type": "string", "pattern": r"^\p{L}+$"}}, "name"),
+    "encoded": schema({"data": {"type": "string", "contentEncoding": "base64"}}, "data"),
+    "recursive": schema({"node": {"$ref": "#/$defs/N"}}, "node", **{"$defs": {"N": NODE}}),
+    "pair": schema(
+        {"range": {"type": "array", "prefixItems": [NUMBER, STRING], "minItems": 2, "maxItems": 2}}, "range"
+    ),
+    "numbered": schema({"range": {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 3}}, "range"),
+    "map": schema({"headers": {"type": "object", "additionalProperties": STRING}}),
+    "choice": schema({"op": {"anyOf": [schema({"t": {"const": "i"}}, "t"), schema({"n": NUMBER}, "n")]}}, "op"),
+    "spaced": schema({"page size": NUMBER}),
 }
-FORMATS = ("hermes", "qwen3_coder", "pythonic", "glm45", "minimax_m2", "minimax_m3", "gemma4", "deepseek_v32")
+FORMATS = (
+    "hermes",
+    "qwen3_coder",
+    "pythonic",
+    "glm45",
+    "minimax_m2",
+    "minimax_m3",
+    "gemma4",
+    "deepseek_v32",
+    "kimi_k3",
+    "minicpm5",
+)
 
 
 def refused(tools: str) -> dict[str, str]:
@@ -103,3 +129,43 @@ def test_under_a_tenth_is_refused_and_named(tools):
     found = refused(tools)
     assert len(found) < len(SCHEMAS) / 10, found
     assert all("tools[0]" in message for message in found.values())
+
+
+@pytest.mark.parametrize(
+    ("tools", "name", "good", "wrong"),
+    [
+        ("gemma4", "recursive", '{node:{name:"a",children:[{name:"b",children:[]}]}}', "{node:{children:[]}}"),
+        ("gemma4", "numbered", "{range:[1,2,3]}", "{range:[1]}"),
+        ("gemma4", "pair", '{range:[1,"a"]}', '{range:["a",1]}'),
+        ("gemma4", "map", '{headers:{x:"a",y:"b"}}', "{headers:{x:1}}"),
+        (
+            "minimax_m3",
+            "recursive",
+            "<node><name>a</name><children><item><name>b</name></item></children></node>",
+            "<node><children></children></node>",
+        ),
+        ("minimax_m3", "numbered", "<range><item>1</item><item>2</item></range>", "<range><item>1</item></range>"),
+        (
+            "minimax_m3",
+            "pair",
+            "<range><item>1</item><item>a</item></range>",
+            "<range><item>a</item><item>1</item></range>",
+        ),
+    ],
+)
+def test_values_in_forms_of_their_own_keep_to_references_and_counts(tools, name, good, wrong):
+    use = ToolUse((Tool("f", None, SCHEMAS[name], is_strict=True),), "required")
+    grammar = grammar_of(use, Formats(tools=tools), None, None)
+    for text, fits in ((good, True), (wrong, False)):
+        matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar)
+        ids = list(call_text(tools, text).encode())
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, text
+
+
+def call_text(tools: str, text: str) -> str:
+    """A call with such arguments."""
+    if tools == "gemma4":
+        return f"<|tool_call>call:f{text}<tool_call|>".replace('"', '<|"|>')
+    mark = "]<]minimax[>["
+    body = '<tool_call>\n<invoke name="f">' + text + "</invoke>\n</tool_call>"
+    return body.replace("<", f"{mark}<")

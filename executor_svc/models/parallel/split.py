@@ -111,7 +111,8 @@ def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) ->
             return part
     sizes, names, experts = spec.sizes(index), spec.names, spec.layers[index].experts
     if experts is not None and experts.names.beside is None:
-        return _part_of_mlp(module, experts.names.shared_into, experts.names.shared_down, experts.shared_size, 2, share)
+        into, down = experts.names.shared_into, experts.names.shared_down
+        return _part_of_mlp(module, into, down, experts.shared_size, 2 if experts.gated else 1, share)
     return _part_of_mlp(module, names.into_mlp, names.down, sizes.intermediate_size, 2 if spec.gated_mlp else 1, share)
 
 

@@ -28,7 +28,7 @@ class Rig:
     """An executor whose pages are all NaN; the pages of slot s for blocks and its state are its own."""
 
     def __init__(self, model: Model, max_drafts: int = 0, drafts: KnownDrafts | None = None) -> None:
-        options = {**model.options, "block_size": BLOCK, "num_gpu_blocks": 40, "num_cpu_blocks": 10, "max_num_seqs": 8}
+        options = {**model.options, "block_size": BLOCK, "num_gpu_blocks": 40, "num_cpu_blocks": 40, "max_num_seqs": 8}
         if max_drafts:
             options |= {"speculative": "ngram", "num_speculative_tokens": max_drafts}
         config = ExecutorConfig(**options)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult, StepTimings
 from cadenza_common.plan_wire.reading import plan_from_wire
@@ -311,7 +313,7 @@ class Rig:
 
     def _cut_session(self) -> None:
         """The plans in flight ran in part: whoever reads what they were to write fails."""
-        pools = (*self.pools.layers, *self.pools.layout.views(self.pools.host))
+        pools = [_once(view) for view in (*self.pools.layers, *self.pools.layout.views(self.pools.host))]
         before = [layer.clone() for layer in pools]
         slots = self.executor.slots
         states = {*slots.states.tables[slots.admitted].flatten().tolist()}
@@ -362,6 +364,11 @@ class Rig:
         every = [self.outcome[request_id, index] for index in range(chat.spec.num_samples)]
         if chat.says and all(sample.finish for sample in every):
             self._add(chat.turn(every[0].token_ids))
+
+
+def _once(view: Tensor) -> Tensor:
+    """A layer's memory; of latents, whose keys are values too, the keys."""
+    return view if view.stride(1) else view[:, :1]
 
 
 def _kind(sequence: Sequence) -> str:

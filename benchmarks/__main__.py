@@ -20,6 +20,7 @@ from benchmarks import (
     scheduler_cost,
     service_plane,
     speculation,
+    turns,
     window_memory,
 )
 from benchmarks.common.benchmark import (
@@ -47,6 +48,7 @@ _MODULES = (
     scheduler_cost,
     service_plane,
     speculation,
+    turns,
     window_memory,
 )
 BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _MODULES}

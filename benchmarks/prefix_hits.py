@@ -1,9 +1,9 @@
-"""How many prompt tokens are found in the prefix cache where layers have windows, beside full attention alone?
+"""How many prompt tokens are found in the prefix cache where layers have windows or states, beside full attention?
 
 Both services with the simulated executor, whose steps take no time: hits are counted, nothing is timed. Each case runs
-with the KV groups of a model and with its group without a window alone, in pools of as many bytes. `shortened`: 64
-requests at once share a prefix that was served before, shortened by 0, 1 or 100 tokens. `talk`: conversations of 40
-turns with a tool's answer after each, in turns. Nothing here depends on the machine.
+with the KV groups and states of a model, and with attention without windows alone, in pools of as many bytes.
+`shortened`: 64 requests at once share a prefix that was served before, shortened by 0, 1 or 100 tokens. `talk`:
+conversations of 40 turns with a tool's answer after each, in turns. Nothing here depends on the machine.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ class Groups:
     full: str
     prefix: int
     """Tokens of the shared prefix: longer than the window."""
+    state_pages: int = 0
+    """Pages of a sequence's recurrent state."""
 
 
 MODELS = {
     "gemma-3-12b": Groups("full:1,1024:5", "full:6", 3000),
     "gpt-oss": Groups("full:1,128:1", "full:2", 1000),
+    "qwen3-next": Groups("full:1", "full:1", 1000, 200),
+    "lfm2": Groups("full:1", "full:1", 1000, 1),
 }
 
 
@@ -110,6 +114,7 @@ def measure(groups: Groups, what: str, num: int, seed: int, *, windowed: bool, n
         "simulate": "instant", "simulate_vocab_size": _VOCABULARY, "max_model_len": 8192, "max_num_seqs": 64,
         "max_num_batched_tokens": 2048, "num_gpu_blocks": num_pages,
         "simulate_kv_groups": groups.windowed if windowed else groups.full,
+        "simulate_state_pages": groups.state_pages if windowed else 0,
     }  # fmt: skip
     with local_services(Path("simulated"), **options) as services:
         return asyncio.run(_measure(services.target, groups, what, num, seed))
@@ -161,5 +166,5 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(
-    NAME, "prompt tokens found in the prefix cache where layers have windows?", _add_options, _run, _describe
+    NAME, "prompt tokens found in the prefix cache where layers have windows or states?", _add_options, _run, _describe
 )

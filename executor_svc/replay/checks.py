@@ -16,11 +16,18 @@ _SHOWN = 160
 
 
 def geometry_options(recorded: pb.DescribeResponse) -> dict[str, int]:
-    """Return the options that plans depend on, with the recorded executor's values."""
+    """Return the options that plans depend on, with the recorded executor's values.
+
+    With recurrent states a pool that was sized by free memory may have a number of pages that no option gives: then it
+    is the next larger one.
+    """
     pages = sum(group.pages_per_block for group in recorded.kv.groups) or 1
+    states = 0
+    if recorded.device != "simulated":  # there, options count pages
+        states = recorded.limits.max_num_seqs * recorded.kv.state.pages_per_state
     return {
         "block_size": recorded.kv.block_size,
-        "num_gpu_blocks": recorded.kv.num_device_blocks // pages,
+        "num_gpu_blocks": max(1, -(-(recorded.kv.num_device_blocks - states) // pages)),
         "num_cpu_blocks": recorded.kv.num_host_blocks // pages,
         "max_model_len": recorded.model.max_model_len,
         "max_num_seqs": recorded.limits.max_num_seqs,
@@ -37,6 +44,8 @@ def recorded_arguments(recorded: pb.DescribeResponse, given: Sequence[str]) -> l
         options["simulate_vocab_size"] = recorded.model.vocab_size
         if flag("model") not in names:
             options["simulate"] = "instant"
+        if recorded.kv.state.pages_per_state:
+            options["simulate_state_pages"] = recorded.kv.state.pages_per_state
     elif recorded.model.dtype in _DTYPES:
         options["dtype"] = recorded.model.dtype
     if not simulated and recorded.HasField("fingerprint"):
@@ -83,6 +92,9 @@ def first_difference(recorded: pb.StepResult, replayed: pb.StepResult, *, exact:
         for name in sorted(old.keys() | new.keys(), key=_PARTS.index):
             if old.get(name) != new.get(name):
                 return f"slot {slot}: {name}: recorded {_shown(old.get(name))}, now {_shown(new.get(name))}"
+    saved, now = (list(zip(each.saved_slots, each.saved_positions, strict=True)) for each in (recorded, replayed))
+    if saved != now:
+        return f"states saved, slots and positions: recorded {_shown(saved)}, now {_shown(now)}"
     if recorded.debug_digest and recorded.debug_digest != replayed.debug_digest:
         return f"digest of the slots: recorded {recorded.debug_digest.hex()}, now {replayed.debug_digest.hex()}"
     return ""

@@ -234,6 +234,12 @@ class PlanReplay:
                 f"--model: {here.model.name} has KV groups {_groups(here)}, the recorded {recorded.model.name} had "
                 f"{_groups(recorded)}"
             )
+        if recorded.kv.state.pages_per_state != here.kv.state.pages_per_state:
+            executor.stop()
+            raise ReplayError(
+                f"--model: {here.model.name} has recurrent states of {here.kv.state.pages_per_state} pages, the "
+                f"recorded {recorded.model.name} had {recorded.kv.state.pages_per_state}"
+            )
         difference = numerics_difference(recorded, here)
         self._exact = not difference
         if difference:

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3 of halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "n_shared_experts": 2}),
     "ernie4_5_moe with biases": ("ernie4_5_moe", {"use_bias": True, "moe_layer_start_index": 0}),
     "hunyuan_v1_moe by layer": ("hunyuan_v1_moe", {"moe_topk": [1, 3]}),
+    "olmoe with biases": ("olmoe", {"attention_bias": True, "norm_topk_prob": True}),
     "qwen3_moe with windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 24}),
     "gemma4": (
         "gemma4_text",

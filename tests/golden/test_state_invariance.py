@@ -17,6 +17,7 @@ from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.golden.invariance import ALONE, SETTINGS, Golden, kept_outcome, load, run
 from tests.golden.test_window_invariance import check
 from tests.helpers.core.core_model import Outcome, Rig, Setting
+from tests.helpers.executor.rank_threads import RankThreads
 from tests.helpers.marks import short_and_long
 
 FAMILIES = ("lfm2", "qwen3_5_delta", "granite_h", "falcon_h1", "nemotron_h", "kimi_linear")
@@ -102,3 +103,19 @@ def test_a_state_of_another_position_is_found_out(golden: Golden, monkeypatch: p
     monkeypatch.setattr(headers, "read", lambda tables, context: (read(tables, context) // 16) * 0)
     monkeypatch.setattr("executor_svc.batch.state_steps.check_folded", lambda *_: None)
     assert rig.run(load()) != golden.expected
+
+
+@pytest.mark.parametrize(
+    "golden", short_and_long(list(FAMILIES), ["lfm2", "kimi_linear"]), indirect=True, scope="module"
+)
+def test_same_bits_in_two_ranks(golden: Golden) -> None:
+    """Each has all states, and some of the heads of attention: no cut shows, though sums are others than alone."""
+    outcomes = []
+    for name in (None, "drafts, swap"):
+        ranks = RankThreads(golden.folder, 2, {"dtype": "float32"})
+        setting = ALONE if name is None else replace(setting_of(name), max_drafts=0, happens=frozenset())
+        try:
+            outcomes.append(Rig(ranks.first, setting, ranks=ranks).run(load()))
+        finally:
+            ranks.stop()
+    check(*outcomes)

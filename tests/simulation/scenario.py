@@ -155,7 +155,7 @@ def draw_scenario(seed: int) -> Scenario:
     drawn = Random(f"adapters {seed}")
     if drawn.random() < SHARE_WITH_ADAPTERS:
         scenario = _with_adapters(drawn, scenario, duration_s)
-    return _with_states(Random(f"states {seed}"), scenario) if seed % STATES_EVERY == 3 else scenario
+    return _with_states(Random(f"states {seed}"), scenario) if seed % STATES_EVERY == 6 else scenario
 
 
 def _with_adapters(rng: Random, scenario: Scenario, duration_s: float) -> Scenario:

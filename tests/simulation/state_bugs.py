@@ -10,8 +10,8 @@ from tests.simulation.seeded_bugs import SeededBug
 STATE_BUGS = (
     SeededBug(
         "a hit does not ask for a state where it ends (vLLM 46453)",
-        "scheduler_svc.core.kv_groups", "GroupSizes.extra_reads",
-        "(*in_windows, 1)", "(*in_windows, 0)",
+        "scheduler_svc.core.memory.hit_rule", "HitRule.last_end",
+        "missing = self._last_snapshot(places, end)", "missing = None",
     ),
     SeededBug(
         "a hit takes the state of another position (SGLang 31833, 37836)",

@@ -26,6 +26,7 @@ from benchmarks.gpu.kernels import (
     latents,
     linears,
     lora,
+    recurrences,
     steps,
 )
 from benchmarks.gpu.kernels.ceilings import GROUP as CEILINGS
@@ -166,6 +167,7 @@ ORDER: tuple[Group, ...] = (
     attention.DECODE,
     attention.PREFILL,
     latents.GROUP,
+    recurrences.GROUP,
     *steps.GROUPS.values(),
     elementwise.GROUP,
     linears.GROUP,

@@ -97,11 +97,12 @@ def read_olmoe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
     fields.refuse("clip_qkv", "clipped queries, keys and values are not supported")
-    fields.refuse("attention_bias", "biases of attention are not supported")
+    bias = fields.flag("attention_bias", False)
     spec = read_common(without_experts(config), max_positions=4096, eps=1e-5)
+    spec = replace(spec, head_norms="all heads", qkv_bias=bias, output_bias=bias)
     shares = fields.flag("norm_topk_prob", False)
     router = read_router(fields, weighing="shares" if shares else "scores")
-    return with_experts(replace(spec, head_norms="all heads"), ExpertsSpec(router, spec.intermediate_size))
+    return with_experts(spec, ExpertsSpec(router, spec.intermediate_size))
 
 
 def read_glm4_moe(config: dict[str, Any]) -> DecoderSpec:

@@ -16,8 +16,11 @@ from executor_svc.models.gguf.expert_content import CHOSEN, COUNTS
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 _DENSE = ("BF16", "F16", "F32", "F64")
-_EXPERTS, _EXPERTS_OF_GGUF = ".experts.", "_exps."
-"""In the names of tensors of experts."""
+_EXPERTS = (".experts.", ".block_sparse_moe.input_linear.", ".block_sparse_moe.output_linear.")
+"""In the names of tensors of experts; the latter two are Granite's."""
+_EXPERTS_OF_GGUF = "_exps."
+_TURNED = ("llama4", "llama4_text")
+"""Families whose files have rows of experts' weights for columns: no kernel reads them there."""
 _OF_LATENTS = (".kv_b_proj.weight", ".attn_kv_b.weight", ".attn_k_b.weight", ".attn_v_b.weight")
 """What makes keys and values of latents is dense in memory, whatever it is in the file."""
 READ_IN_FILES = (
@@ -122,6 +125,8 @@ def read_sizes(path: Path) -> ModelSizes:
     in_files = {*READ_IN_FILES} - {"F32" if item == 2 else "BF16"} >= by_type.keys()  # dense ones in the model's dtype
     if gguf is None and content.get("model_type") == "gpt_oss":
         in_files = by_type.keys() == {"U8"}  # codes and scales of MXFP4
+    elif gguf is None and content.get("model_type") in _TURNED:
+        in_files = False
     limit, bytes_of, state_bytes = _kv(content, sizes, item)
     return ModelSizes(
         str(content.get("model_type") or "unknown"),
@@ -166,9 +171,10 @@ def _padded(columns: int) -> int:
 def _chosen_share(sizes: dict[str, Any]) -> float:
     """Return the share of experts that a token chooses; 1 without experts."""
     count, chosen = (next((sizes[name] for name in names if sizes.get(name)), None) for names in (COUNTS, CHOSEN))
-    if not isinstance(count, int) or not isinstance(chosen, int):
+    counts, choices = (each if isinstance(each, list) else [each] for each in (count, chosen))  # Hunyuan: by layer
+    if not all(isinstance(each, int) for each in (*counts, *choices)) or sum(counts) <= 0:
         return 1.0
-    return min(1.0, chosen / count)
+    return min(1.0, sum(choices) / len(choices) / (sum(counts) / len(counts)))
 
 
 def _content(gguf: GgufFile) -> dict[str, Any]:
@@ -207,7 +213,7 @@ def _folder_weights(folder: Path, item: int) -> tuple[dict[str, int], dict[str, 
                     size = item if dense else _ITEM_BYTES.get(kind, 1)
                     num_bytes = math.prod(tensor["shape"]) * size
                     found[kind] += num_bytes
-                    if _EXPERTS in name and not name.endswith("bias"):
+                    if any(each in name for each in _EXPERTS) and not name.endswith("bias"):
                         experts[kind] += num_bytes
         except (OSError, ValueError, LookupError, TypeError, MemoryError, OverflowError) as error:
             raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error

@@ -1,6 +1,6 @@
 """How a decoder is divided among ranks: heads, MLP and vocabulary (Shoeybi et al., 2019, arXiv 1909.08053).
 
-Experts are whole on one rank each.
+Experts are whole on one rank each. Recurrent layers, and their states, are whole on every rank: all compute the same.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ class Part:
 
 def check_split(spec: DecoderSpec, size: int) -> None:
     """Raise ModelConfigError, by the field's name, for a model that cannot be divided among so many ranks."""
-    if spec.has_states:
-        raise ModelConfigError("recurrent layers are not divided among ranks")
     sizes = {("num_attention_heads", spec.num_heads)}
     for index, layer in enumerate(spec.layers):
         experts = layer.experts
@@ -107,6 +105,17 @@ def part_of(name: str, spec: DecoderSpec, share: Share) -> Part | None:
 
 def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) -> Part | None:
     """Return a rank's part of the tensors of a layer's module."""
+    if spec.layers[index].has_attention:
+        part = _part_of_attention(module, index, spec, share)
+        if part is not None:
+            return part
+    sizes, names, experts = spec.sizes(index), spec.names, spec.layers[index].experts
+    if experts is not None and experts.names.beside is None:
+        return _part_of_mlp(module, experts.names.shared_into, experts.names.shared_down, experts.shared_size, 2, share)
+    return _part_of_mlp(module, names.into_mlp, names.down, sizes.intermediate_size, 2 if spec.gated_mlp else 1, share)
+
+
+def _part_of_attention(module: str, index: int, spec: DecoderSpec, share: Share) -> Part | None:
     sizes, names = spec.sizes(index), spec.names
     if module == "self_attn":  # its sinks
         return Part((share.of(spec.num_heads),), False, spec.num_heads)
@@ -127,10 +136,7 @@ def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) ->
         q, kv = spec.num_heads * of_query, sizes.num_kv_heads * sizes.head_size
         queries = _heads(spec.num_heads, of_query, share)
         return _part_of_rows(names.qkv.index(module), len(names.qkv), (q, kv, kv), (queries, keys, keys))
-    experts = spec.layers[index].experts
-    if experts is not None and experts.names.beside is None:
-        return _part_of_mlp(module, experts.names.shared_into, experts.names.shared_down, experts.shared_size, 2, share)
-    return _part_of_mlp(module, names.into_mlp, names.down, sizes.intermediate_size, 2 if spec.gated_mlp else 1, share)
+    return None
 
 
 def _part_of_mlp(module: str, into: tuple[str, ...], down: str, size: int, num_into: int, share: Share) -> Part | None:

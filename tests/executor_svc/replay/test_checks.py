@@ -42,6 +42,18 @@ def test_what_is_given_goes_before_what_was_recorded() -> None:
     assert list(contradictions(config, RECORDED)) == ["--block-size: 16 is not what was recorded, 8"]
 
 
+def test_blocks_are_what_states_leave() -> None:
+    """So many blocks of three pages, and a state of four pages for each of five sequences; a pool of memory's size."""
+    recorded = pb.DescribeResponse()
+    recorded.CopyFrom(RECORDED)
+    recorded.kv.groups.add(pages_per_block=3)
+    recorded.kv.state.pages_per_state = 4
+    for num_pages, num_blocks in ((3 * 7 + 20, 7), (3 * 7 + 21, 8), (24, 2), (11, 1)):
+        recorded.kv.num_device_blocks = num_pages
+        assert configured(recorded).num_gpu_blocks == num_blocks
+        assert 3 * num_blocks + 20 >= num_pages
+
+
 def test_a_simulated_executor_stays_one_unless_a_model_is_given() -> None:
     config = configured(SIMULATED)
     assert (config.simulate, config.model, config.simulate_vocab_size) == ("instant", "simulated", 99)

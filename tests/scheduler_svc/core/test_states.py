@@ -312,3 +312,13 @@ def test_the_last_state_of_a_talk_goes_with_its_end() -> None:
     # 25 blocks and a state of 3 pages are idle; others need 15 blocks and a state.
     fill(bench, 1)
     assert hits(bench, "on", (*text, *draw(5, 1)), 2) == 56
+
+
+def test_a_sequence_that_has_no_room_for_a_copy_comes_without_a_hit() -> None:
+    """The pool holds the sequence alone: its state and the snapshot that it would be copied from do not both fit."""
+    bench, text = stateful(23), draw(60)
+    assert hits(bench, "a", text, 4) == 0
+    assert any(pool_of(bench).windows[-1])
+    assert hits(bench, "b", (*text, *draw(19, 1)), 1) == 0
+    assert hits(bench, "c", draw(40, 2), 2) == 0
+    assert hits(bench, "d", (*draw(40, 2), *draw(5, 3)), 2) == 36

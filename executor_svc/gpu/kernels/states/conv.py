@@ -172,7 +172,7 @@ def variants() -> list[Variant]:
                 title, quick = f"{name} {dtype} tail{tail}", (name, dtype, tail) == ("qwen3.5", "bf16", 1)
                 found += [
                     _convolving(title, dtype, constants, biased, name != "lfm2", quick),
-                    _writing(title, dtype, constants | {"TAIL": tail}, quick),
+                    _writing(title, dtype, constants | {"TAIL": tail}),
                 ]
     return found
 
@@ -188,8 +188,8 @@ def _convolving(name: str, dtype: str, constants: dict[str, Any], biased: bool, 
     return variant(f"causal_conv {name}", _convolve, arguments, constants, _conv_options(), quick)
 
 
-def _writing(name: str, dtype: str, constants: dict[str, Any], quick: bool) -> Variant:
+def _writing(name: str, dtype: str, constants: dict[str, Any]) -> Variant:
     step = {each: kind for each, kind in STEP_POINTERS.items() if each != "owners"}
     arguments = {"x": f"*{dtype}", "pool": f"*{dtype}", "units": "*i32", **step, **_PLACES}
     constants = constants | {"CHANNELS": _RING_CHANNELS}
-    return variant(f"write_rings {name}", _write_rings, arguments, constants, options(_RING_CHANNELS), quick)
+    return variant(f"write_rings {name}", _write_rings, arguments, constants, options(_RING_CHANNELS))

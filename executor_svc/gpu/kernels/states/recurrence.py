@@ -363,7 +363,7 @@ def variants() -> list[Variant]:
     for name, shape in _MODELS.items():
         for dtype in DTYPES.values():
             for tail in (1, 4):
-                quick = (dtype, tail) == ("bf16", 1) and name in ("qwen3.5", "kimi", "granite")
+                quick = (dtype, tail) == ("bf16", 1) and name in ("qwen3.5", "granite")
                 found.append(_variant(f"{name} {dtype} tail{tail}", shape, dtype, tail, quick))
     return found
 

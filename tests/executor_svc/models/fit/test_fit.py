@@ -19,7 +19,9 @@ from executor_svc.models.fit.sizes import READ_IN_FILES, ModelSizes, WindowKV, r
 from executor_svc.models.fit.text import Room, fit_lines, fit_sentence
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
+from tests.golden.test_mixtures import CASES
 from tests.helpers.models.gguf_files import all_of, write_gguf
+from tests.helpers.models.peft_adapters import spec_of
 from tests.helpers.paths import ROOT
 
 DEMO = ROOT / "models" / "cadenza-demo"
@@ -150,6 +152,16 @@ def test_a_token_of_a_mixture_reads_the_experts_that_it_chooses(tmp_path: Path) 
         rate = 1e6 / (sizes.weight_bytes - sizes.unread_bytes)
         assert f"about {rate:.1f} tokens/s" in speed
         assert "those of its experts" in speed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_experts_of_all_families_are_known(tmp_path: Path, name: str) -> None:
+    """Those that a token does not choose, and those that can stay in the file: no turned ones."""
+    family, shape = CASES[name]
+    folder = make_checkpoint(tmp_path, family, **shape)
+    spec, sizes = spec_of(folder), read_sizes(folder)
+    assert sizes.unread_bytes == spec.num_unchosen_elements * 4 > 0
+    assert sizes.mapped_bytes == (0 if family in ("gpt_oss", "llama4_text") else spec.num_expert_elements * 4)
 
 
 def test_a_token_of_latents_takes_one_row(tmp_path: Path) -> None:

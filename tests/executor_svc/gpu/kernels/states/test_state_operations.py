@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.plan.state_sizes import ConvState, DeltaState, MambaState
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.gpu.kernels.attention.cases import ARCH
-from tests.executor_svc.recurrent import ConvLayer, DeltaLayer, Layer, MambaLayer, Play, cut_at, play_cut, whole
+from tests.executor_svc.recurrent import ConvLayer, DeltaLayer, Layer, MambaLayer, Piece, Play, play_cut, whole
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 REFERENCE = ReferenceStates()
@@ -35,6 +36,12 @@ def layers(dtype: torch.dtype) -> dict[str, Layer]:
 
 
 NAMES = list(layers(F32))
+
+
+def cut_at(play: Play, places: list[int]) -> None:
+    """Run the first sequence in steps that end at these positions."""
+    for start, end in pairwise([play.running[0].context, *places]):
+        play.step([Piece(0, end - start, end - start)])
 
 
 @pytest.fixture
@@ -75,13 +82,13 @@ def test_states_are_the_references(name: str, kernels: GpuStateKernels) -> None:
     expected = whole(REFERENCE, layer)
     for first, second in ((REFERENCE, kernels), (kernels, REFERENCE)):
         play = Play(first, layer, 2, [(0, 3)])
-        cut_at(play, 0, [1, 5])
+        cut_at(play, [1, 5])
         play.kernels = second
         play.plan = second.new_state_plan(play.pages.pages_per_state, 2, 2 * LENGTH, 2)
-        cut_at(play, 0, [6, LENGTH])
+        cut_at(play, [6, LENGTH])
         torch.testing.assert_close(play.result(0), expected[0], rtol=2e-5, atol=2e-6)
         play.load(0, 3)
-        cut_at(play, 0, [LENGTH])
+        cut_at(play, [LENGTH])
         torch.testing.assert_close(play.result(0), expected[0, 3:], rtol=2e-5, atol=2e-6)
 
 

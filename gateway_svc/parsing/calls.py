@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Mark, Part, Piece
+from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Part
 
 CLOSING = "]}"
 """Brackets too many behind a call are no content."""
@@ -42,8 +42,3 @@ class AnswerBuilder:
         if self._space and not self.num_calls:
             yield Content(self._space)
         self._space = ""
-
-
-def shown_of(piece: Piece) -> str:
-    """The text of a piece."""
-    return piece.shown if isinstance(piece, Mark) else piece

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gateway_svc.parsing.literals import Codes, keyed
-from gateway_svc.parsing.parts import Mark, Marker, Piece
+from gateway_svc.parsing.parts import Mark, Marker, Piece, shown_of
 
 
 class MarkJoiner:
@@ -34,7 +34,7 @@ class MarkJoiner:
             if marker is None:
                 return
             inner = [*self._taken(size)]
-            shown = "".join(each if isinstance(each, str) else each.shown for each in inner)
+            shown = "".join(map(shown_of, inner))
             yield Mark(marker, shown, max(each.num_tokens for each in inner if isinstance(each, Mark)))
 
     def _found(self, text: str, *, is_last: bool) -> tuple[int, int, Marker | None]:

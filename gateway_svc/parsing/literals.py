@@ -48,10 +48,6 @@ class Codes:
         """The text within a string of a call, which markers that are left out belong to."""
         return _CODE.sub(lambda found: self._markers[keyed(found.group())].text, text)
 
-    def marker(self, code: str) -> Marker:
-        """Which one a character stands for."""
-        return self._markers[keyed(code)]
-
     def _shown(self, code: str) -> str:
         marker = self._markers.get(code)
         return "" if marker is None or marker.is_nothing else marker.text

@@ -10,13 +10,23 @@ from cadenza.outputs import CompletionOutput
 from gateway_svc.parsing.answer_frame import AnswerFrame
 from gateway_svc.parsing.arguments.tagged import ArgumentKinds
 from gateway_svc.parsing.call_reader import CallReader
-from gateway_svc.parsing.calls import shown_of
 from gateway_svc.parsing.composing import MarkJoiner
 from gateway_svc.parsing.formats import Formats
 from gateway_svc.parsing.markers import pieces_and_composed
 from gateway_svc.parsing.message import Message
 from gateway_svc.parsing.open_thought import OpenThought
-from gateway_svc.parsing.parts import CallArguments, CallBegin, Content, Mark, Marker, Part, Piece, Role, Thought
+from gateway_svc.parsing.parts import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Mark,
+    Marker,
+    Part,
+    Piece,
+    Role,
+    Thought,
+    shown_of,
+)
 from gateway_svc.parsing.pieces import PieceReader
 from gateway_svc.parsing.reasoning import Opening, ReasoningSplitter, opening_of_ids
 from gateway_svc.parsing.token_owners import TokenOwners

@@ -49,13 +49,13 @@ class Mark:
         """What it means."""
         return self.marker.role
 
-    @property
-    def written(self) -> str:
-        """What it is within a string of a call, which a token that texts leave out belongs to as well."""
-        return self.marker.text
-
 
 Piece = str | Mark
+
+
+def shown_of(piece: Piece) -> str:
+    """The text of a piece, as far as the output has it."""
+    return piece.shown if isinstance(piece, Mark) else piece
 
 
 @dataclass(frozen=True, slots=True)

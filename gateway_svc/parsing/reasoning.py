@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
-from gateway_svc.parsing.parts import Mark, Piece, Role, Thought
+from gateway_svc.parsing.parts import Mark, Piece, Role, Thought, shown_of
 
 
 class _State(Enum):
@@ -95,7 +95,7 @@ class ReasoningSplitter:
                 return
             if piece.role is Role.THOUGHT and not self._has_text:  # the prompt has it too
                 return
-        text = piece.shown if isinstance(piece, Mark) else piece
+        text = shown_of(piece)
         self._has_text = self._has_text or bool(text.strip())
         if text:
             yield Thought(text)

@@ -76,12 +76,13 @@ class TagArguments:
 
     def end(self, text: str, *, is_cut: bool) -> tuple[int, str]:
         """The output ends: as `feed`; what is open is complete, unless it is cut."""
+        head, self._is_begun = "" if self._is_begun else "{", True
         if is_cut:
-            return len(text), "" if self._value is None else self._value.cut(text)
+            return len(text), head + ("" if self._value is None else self._value.cut(text))
         at = self._syntax.stop(text)
         rest = "" if self._value is None else self._value.ended(text[:at])
         self.is_done, self._value = True, None
-        return at, rest + "}"
+        return at, head + rest + "}"
 
     def _between(self, text: str, at: int, parts: list[str]) -> int:
         """Between arguments, where other text than tags is nothing."""

@@ -260,3 +260,12 @@ def test_two_elements_with_one_name_lose_neither():
     text = tree("<city>a</city>", "<city>b</city>")
     message = read("minimax_m3", text, "text")
     assert (message.content, message.calls) == (text, [])
+
+
+@pytest.mark.parametrize(("finish", "arguments"), [("length", "{"), ("stop", "{}")])
+@pytest.mark.parametrize(
+    ("tools", "text"), [("glm45", "<tool_call>f\n  "), ("qwen3_coder", "<tool_call>\n<function=f>")]
+)
+def test_a_call_that_ends_before_its_arguments_has_them_begun(tools, text, finish, arguments):
+    (call,) = read(tools, text, "added", finish=finish).calls
+    assert call.arguments == arguments

@@ -276,7 +276,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("bert", SMALL, {}, "BertSelfAttention is not causal"),
     ("xglm", {"d_model": 40, "attention_heads": 4, "ffn_dim": 72}, {}, "does not let its attention be replaced"),
     ("doge", SMALL, {}, "DogeAttention makes a mask of its own"),
-    ("lfm2", {"layer_types": ["conv", "full_attention"]}, {}, "it has layers of type 'conv'"),
     ("gptj", {"quantization_config": {"bits": 4}}, {}, "quantized checkpoints are not supported"),
     (
         "gptj",

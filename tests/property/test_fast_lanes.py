@@ -242,8 +242,8 @@ def test_plans_and_outputs_are_those_of_one_by_one(
     monkeypatch.setattr(plain_admission, "described", lambda *args: admitted.append(described(*args)) or admitted[-1])
     together = history(seed, with_drafts=with_drafts)
     unused = set.intersection(*map(at_default, admitted))
-    # Of several sequences, of those that wait, in executors, and with several KV groups.
-    unused -= {"sample_index", "source", "held", "grammar", "first_block", "group_tables"}
+    # Of several sequences, of those that wait, in executors, with several KV groups, and with states.
+    unused -= {"sample_index", "source", "held", "grammar", "first_block", "group_tables", "state_pages"}
     assert unused <= (set() if with_drafts else {"max_drafts", "max_len", "draft_scope"}), "fields that none has"
     num_admitted = len(admitted)
     assert num_admitted > 20

@@ -40,9 +40,9 @@ from executor_svc.gpu.kernels.variant import Variant
 FIRST_TOKENS = 2
 """The tokens of a sequence in the first pass; 1 in later ones."""
 _FIRST_TOKENS = tl.constexpr(FIRST_TOKENS)
-_TABLE = 1024
+_TABLE = 512
 _LISTED = 128
-_WARPS = 4
+_WARPS = 8
 _STATE = {"token_ids": "*i32", "block_tables": "*i32", "numbers": "*i32"}
 _BUFFERS = {"by_token": "*i64", "by_seq": "*i32", "by_row": "*i32", "logits_rows": "*i64"}
 _STRIDES = ("token_stride", "table_stride", "number_stride", "by_token_stride", "by_seq_stride", "by_row_stride")

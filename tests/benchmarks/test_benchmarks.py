@@ -313,5 +313,6 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "scheduler_cost",
         "service_plane",
         "speculation",
+        "turns",
         "window_memory",
     ]

@@ -39,8 +39,7 @@ class Calls:
 @pytest.mark.parametrize(("prefix_cache", "most"), [(False, 85), (True, 140)])
 def test_a_request_that_joins_and_ends_takes_few_calls(prefix_cache: bool, most: int) -> None:
     """Adding, planning and applying; what the step itself takes is spread over ten requests, and it asks a few times
-    whether there are states. Decision 0026 records
-    how they became fewer: there were 266 and 311, then 181 and 225."""
+    whether there are states. Decision 0026 records how they became fewer: there were 266 and 311, then 181 and 225."""
     case = Case(200, 0.05, prefix_cache, context_len=40)
     core = core_load.empty_core(case, NUM_STEPS)
     core_load.start(core, case.prompts(0))

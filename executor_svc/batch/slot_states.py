@@ -87,6 +87,14 @@ class SlotStates:
             armed.append(ArmedSave(position, own.astype(np.int32)))
             self._next[slot] = armed[0].position
 
+    def ends(self, context: IntArray, counts: IntArray) -> IntArray:
+        """Return [S] where states stand after a step of counts [S] tokens behind context [S].
+
+        The last tokens of a step, as many as a tail holds, are not folded in it.
+        """
+        found: IntArray = context + np.maximum(0, counts - self._limits.state_tail)
+        return found
+
     def is_due(self, rows: IntArray, ends: IntArray) -> bool:
         """Return whether a copy is armed at or before ends [S] for one of the slots rows [S]."""
         return bool(self.armed) and bool((self._next[rows] <= ends).any())

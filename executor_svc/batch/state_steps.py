@@ -38,8 +38,7 @@ def states_of_step(slots: Slots, scheduled: Scheduled, headers: Headers) -> Step
     """Return the states of the scheduled slots; raises InvalidPlan where one does not stand at its slot's context."""
     rows = scheduled.slots
     folded = _folded(slots, rows, headers)
-    context, tail = slots.num_computed_tokens[rows], slots.limits.state_tail
-    return step_states(slots.states, rows, context, scheduled.num_tokens, folded, tail)
+    return step_states(slots.states, rows, slots.num_computed_tokens[rows], scheduled.num_tokens, folded)
 
 
 def _folded(slots: Slots, rows: IntArray, headers: Headers) -> IntArray:

@@ -40,13 +40,13 @@ class StepStates:
 
 
 def step_states(
-    states: SlotStates, rows: IntArray, context: IntArray, counts: IntArray, folded: IntArray, tail: int
+    states: SlotStates, rows: IntArray, context: IntArray, counts: IntArray, folded: IntArray
 ) -> StepStates:
     """Return the states of a step that computes counts [S] tokens of the slots rows [S] behind context [S].
 
-    folded: [S] where the states stand. The last tokens of a step, as many as a tail holds, are not folded in it.
+    folded: [S] where the states stand.
     """
-    ends = context + np.maximum(0, counts - tail)
+    ends = states.ends(context, counts)
     saves, num_saves = states.due(rows, folded, ends)
     pages = np.array([save.pages for save in saves], np.int32).reshape(len(saves), states.tables.shape[1])
     return StepStates(

@@ -38,7 +38,6 @@ class StepSaves:
 
     def __init__(self, slots: MirrorSlots) -> None:
         self._slots = slots
-        self._tail = slots.limits.state_tail
         # Of each slot, for the sequence of this generation, which has settled steps: where its state stands after them,
         # and the last position saved.
         self._generations = np.full(slots.limits.num_slots, -1, np.int64)
@@ -54,10 +53,8 @@ class StepSaves:
         context = slots.num_computed_tokens[rows]
         generations, saves = slots.generations[rows], None
         furthest = context + num_in_flight
-        if slots.states.is_due(rows, furthest + np.maximum(0, drafted.num_tokens - self._tail)):
-            saves = step_states(
-                slots.states, rows, furthest, drafted.num_tokens, np.zeros_like(context), slots.limits.state_tail
-            )
+        if slots.states.is_due(rows, slots.states.ends(furthest, drafted.num_tokens)):
+            saves = step_states(slots.states, rows, furthest, drafted.num_tokens, np.zeros_like(context))
         return EnqueuedStates(generations, context, saves)
 
     def settle(self, step: EnqueuedStates, scheduled: Scheduled, committed: CommittedTokens) -> SavedStates | None:
@@ -73,7 +70,7 @@ class StepSaves:
         known = counts if scheduled.num_drafts is None else counts - scheduled.num_drafts
         live[scheduled.samples] = ~committed.idle[first][sampling]
         context[scheduled.samples] = committed.positions[first][sampling] - known[scheduled.samples]
-        ends = context + np.maximum(0, counts - self._tail)
+        ends = slots.states.ends(context, counts)
         # A state that was not computed here yet stands at the context that the plan gave, or before it.
         new = rows[self._generations[rows] != step.generations]
         self._stands[new], self._saved[new] = step.context[np.isin(rows, new)], 0

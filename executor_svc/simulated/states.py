@@ -61,7 +61,7 @@ class SimulatedStates:
         """Let all scheduled slots fold, save and write what a step of a recurrent layer does."""
         self.saved = []
         context = self._slots.num_computed_tokens[scheduled.slots]
-        ends = context + np.maximum(0, scheduled.num_tokens - self._tail)
+        ends = self._slots.states.ends(context, scheduled.num_tokens)
         columns = scheduled.slots.tolist(), context.tolist(), scheduled.num_tokens.tolist(), ends.tolist()
         for slot, first, count, end in zip(*columns, strict=True):
             self._step(slot, first, count, end)

@@ -146,8 +146,8 @@ class StepExecutor:
         with self._span("commit"):
             self.slots.commit(scheduled, sampled.token_ids, sampled.valid, sampled.late)
             if self._headers is not None:
-                ends = starts + np.maximum(0, scheduled.num_tokens - self.limits.state_tail)
-                self.slots.states.made(scheduled.slots, ends)
+                states = self.slots.states
+                states.made(scheduled.slots, states.ends(starts, scheduled.num_tokens))
             if self.grammars is not None:
                 self.grammars.committed(self.slots, scheduled, sampled)
             digest = digest_of(self.slots) if plan.debug_digest else b""

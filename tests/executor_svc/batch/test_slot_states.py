@@ -38,8 +38,7 @@ def saves(*each: tuple[int, int], page: int = 40) -> StepPlan:
 
 def step_of(slots: Slots, counts: int, folded: int) -> StepStates:
     rows = ints(0)
-    context, tail = slots.num_computed_tokens[rows], slots.limits.state_tail
-    return step_states(slots.states, rows, context, ints(counts), ints(folded), tail)
+    return step_states(slots.states, rows, slots.num_computed_tokens[rows], ints(counts), ints(folded))
 
 
 def test_a_step_has_the_pages_of_its_slots_and_where_their_states_come_to_stand() -> None:

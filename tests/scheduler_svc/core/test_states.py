@@ -80,9 +80,9 @@ def test_states_are_saved_after_every_interval_also_in_an_answer(
         monkeypatch.setattr(kv_groups, name, 32)
     bench, text = stateful(groups=groups, max_drafts=max_drafts), draw(50)
     assert hits(bench, "first", text, 60) == 0
-    told = (*text, *bench.tokens["first"])
-    assert hits(bench, "in the answer", (*told[:100], *draw(9, 1)), 3) == 96
-    assert hits(bench, "in the prompt", (*told[:47], *draw(9, 2)), 3) == 32
+    answered = (*text, *bench.tokens["first"])
+    assert hits(bench, "in the answer", (*answered[:100], *draw(9, 1)), 3) == 96
+    assert hits(bench, "in the prompt", (*answered[:47], *draw(9, 2)), 3) == 32
 
 
 @pytest.mark.parametrize("missing", [0, 1, 100])

@@ -44,8 +44,8 @@ def test_states_are_no_part_of_block_tables() -> None:
             bench.step(depth=1)
         (sequence,) = response_of(block_table_response(block_tables(bench.core, ("", "r")))).sequences
         assert len(sequence.block_tables) == max(1, len(groups))
-        told = {page for table in sequence.block_tables for page in table.block_ids}
-        assert told.isdisjoint(bench.sequences("r")[0].state_pages)
+        in_tables = {page for table in sequence.block_tables for page in table.block_ids}
+        assert in_tables.isdisjoint(bench.sequences("r")[0].state_pages)
 
 
 def test_who_waits_has_no_pages_in_any_group() -> None:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
+
+
+@pytest.fixture
+def clients() -> Iterator[ExitStack]:
+    """Closes what a test has entered, such as clients of SDKs: their sockets would be warned about later."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture(scope="session")

@@ -84,10 +84,10 @@ def test_beams_and_prompt_logprobs(url):
     assert all(entry["rank"] >= 1 for row in rows[1:] for entry in row.values())
 
 
-def test_openais_sdk(url):
+def test_openais_sdk(clients, url):
     import openai
 
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    client = clients.enter_context(openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0))
     assert [model.id for model in client.models.list()] == ["demo"]
     options = {"model": "demo", "messages": USER, "temperature": 0, "max_completion_tokens": 20}
     whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
@@ -113,10 +113,10 @@ def test_openais_sdk(url):
         client.embeddings.create(model="demo", input="a")
 
 
-def test_anthropics_sdk(url):
+def test_anthropics_sdk(clients, url):
     import anthropic
 
-    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    client = clients.enter_context(anthropic.Anthropic(base_url=url, api_key="any", max_retries=0))
     options = {"model": "demo", "max_tokens": 20, "messages": USER, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**options)
     text = whole.content[0].text
@@ -143,11 +143,11 @@ ANSWERS = {"enum": ["seventy-five", 75, None]}
 """Without objects or lists, in which the model could write spaces until its last token."""
 
 
-def test_constraints_in_the_words_of_each_api(url):
+def test_constraints_in_the_words_of_each_api(clients, url):
     import anthropic
     import openai
 
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    client = clients.enter_context(openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0))
     options = {"model": "demo", "messages": USER, "max_completion_tokens": 60}
     named = {"name": "sum", "schema": ANSWERS, "strict": True}
     compact = {"json": SCHEMA, "disable_any_whitespace": True}
@@ -171,7 +171,7 @@ def test_constraints_in_the_words_of_each_api(url):
     assert refused.value.body["message"].startswith("response_format: ")
     with pytest.raises(openai.BadRequestError, match="response_format: "):
         client.completions.create(model="demo", prompt="5+5=", extra_body={"response_format": bad})
-    other = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    other = clients.enter_context(anthropic.Anthropic(base_url=url, api_key="any", max_retries=0))
     config = {"format": {"type": "json_schema", "schema": ANSWERS}}
     message = other.messages.create(model="demo", max_tokens=60, messages=USER, output_config=config)
     assert json.loads(message.content[0].text) in ANSWERS["enum"]

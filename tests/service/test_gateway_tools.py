@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,10 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     loop.run(stack.aclose())
 
 
-def openai_client(url: str) -> Any:
+def openai_client(clients: ExitStack, url: str) -> Any:
     import openai
 
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    return clients.enter_context(openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0))
 
 
 def check(name: str, arguments: str) -> None:
@@ -113,8 +113,8 @@ def check(name: str, arguments: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("style", short_and_long(STYLES, [each for each in STYLES if each not in STRICT[1:]]))
-def test_every_required_call_is_valid(urls, style):
-    client = openai_client(urls[style])
+def test_every_required_call_is_valid(clients, urls, style):
+    client = openai_client(clients, urls[style])
     options = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": "required", "max_tokens": 130}
     names = set()
     for seed in range(2):
@@ -142,11 +142,11 @@ def test_every_required_call_is_valid(urls, style):
     assert names
 
 
-def test_a_named_tool_is_called_on_each_api(urls):
+def test_a_named_tool_is_called_on_each_api(clients, urls):
     import anthropic
 
     url = urls["hermes"]
-    client = openai_client(url)
+    client = openai_client(clients, url)
     named = {"type": "function", "function": {"name": "get_weather"}}
     answer = client.chat.completions.create(
         model="tiny", messages=USER, tools=TOOLS, tool_choice=named, parallel_tool_calls=False, max_tokens=500
@@ -167,7 +167,7 @@ def test_a_named_tool_is_called_on_each_api(urls):
         (item,) = [each for each in stream.get_final_response().output if each.type == "function_call"]
     assert "response.function_call_arguments.delta" in kinds
     check(item.name, item.arguments)
-    other = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    other = clients.enter_context(anthropic.Anthropic(base_url=url, api_key="any", max_retries=0))
     tools = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in (WEATHER, TIME)]
     asked = {
         "model": "tiny", "max_tokens": 500, "messages": USER, "tools": tools,
@@ -190,9 +190,9 @@ def test_a_named_tool_is_called_on_each_api(urls):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("style", STRICT)
-def test_strict_tools_hold_calls_alone_to_their_schemas(urls, style):
+def test_strict_tools_hold_calls_alone_to_their_schemas(clients, urls, style):
     """A bias makes the model write the marker now and then."""
-    client = openai_client(urls[style])
+    client = openai_client(clients, urls[style])
     strict = [{"type": "function", "function": {**tool, "strict": True}} for tool in (WEATHER, TIME)]
     options = {"model": "tiny", "messages": USER, "tools": strict, "max_tokens": 130, "temperature": 1.0}
     marker = MARKERS[style.partition("-")[0]][0]
@@ -220,8 +220,8 @@ def openai_tokens(url: str, text: str) -> list[int]:
         return json.load(response)["tokens"]
 
 
-def test_a_format_holds_behind_the_thought(urls):
-    client = openai_client(urls["hermes"])
+def test_a_format_holds_behind_the_thought(clients, urls):
+    client = openai_client(clients, urls["hermes"])
     schema = {"enum": ["yes", "no"]}
     named = {"name": "answer", "schema": schema, "strict": True}
     end = openai_tokens(urls["hermes"], "</think>")[-1]
@@ -238,10 +238,10 @@ def test_a_format_holds_behind_the_thought(urls):
     assert texts <= {"yes", "no"}
 
 
-def test_a_tool_that_cannot_be_followed_is_named(urls):
+def test_a_tool_that_cannot_be_followed_is_named(clients, urls):
     import openai
 
-    client = openai_client(urls["hermes"])
+    client = openai_client(clients, urls["hermes"])
     bad = {"type": "function", "function": {"name": "bad", "parameters": {"type": "object", "if": {}, "then": {}}}}
     bad["function"]["parameters"] |= {"properties": {"a": {"type": "nothing"}}}
     for tools, index in (([*TOOLS, bad], 2), ([bad, *TOOLS], 0)):

@@ -16,7 +16,7 @@ from executor_svc.device.kernels import Embedding, KVScales, Linear
 from executor_svc.device.ranks import RankKernels
 from executor_svc.models.adapters.places import AdaptingBuilder, ModelAdapters
 from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
-from executor_svc.models.checkpoint import SafetensorsWeights, Weights
+from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.decoder import Decoder, is_ignored, layer_heads
 from executor_svc.models.decoder_weights import DecoderWeights
@@ -28,6 +28,7 @@ from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.tensor_names import TensorNames
 from executor_svc.models.gguf.weights import GgufWeights, read_vector
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
+from executor_svc.models.named_weights import Weights
 from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.parallel.source import RankSource
 from executor_svc.models.parallel.split import linears_elsewhere, spec_of

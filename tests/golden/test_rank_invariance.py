@@ -19,7 +19,8 @@ from tests.checkpoints import blend, make_checkpoint, make_llama
 from tests.executor_svc.driver import NUM_THREADS
 from tests.golden.invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
 from tests.golden.test_adapter_invariance import SIZES, adapted_load, make_adapters
-from tests.helpers.core.core_model import Outcome, Rig
+from tests.helpers.core.core_chats import Outcome
+from tests.helpers.core.core_model import Rig
 from tests.helpers.executor.known_drafts import KnownDrafts
 from tests.helpers.executor.rank_threads import Connections, RankThreads
 from tests.helpers.marks import short_and_long

@@ -64,23 +64,9 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
     head_bytes = width * size
 
     def body(
-        emit: Emitter,
-        item: Int,
-        _: Int,
-        rows: Int,
-        qkv: Int,
-        cos: Int,
-        sin: Int,
-        angle_rows: Int,
-        slots: Int,
-        kv_layer: Int,
-        stride: Int,
-        to_values: Int,
-        query_scales: Int,
-        q_weight: Int,
-        k_weight: Int,
-        v_weight: Int,
-    ) -> None:
+        emit: Emitter, item: Int, _: Int, rows: Int, qkv: Int, cos: Int, sin: Int, angle_rows: Int, slots: Int,
+        kv_layer: Int, stride: Int, to_values: Int, query_scales: Int, q_weight: Int, k_weight: Int, v_weight: Int,
+    ) -> None:  # fmt: skip
         def norms(start: Int) -> None:
             for first, count, weight in ((0, num_q, q_weight), (num_q, num_kv, k_weight)):
                 _normalize(emit, start + first * head_bytes, count, weight, shape, rotation, dtype)
@@ -98,26 +84,9 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
             def rotate(head: Int, _: list[Vec]) -> None:
                 rotate_columns(emit, start + head * head_bytes, cos + angles, sin + angles, rotation, dtype)
 
-            def write_value(head: Int, _: list[Vec]) -> None:
-                value = key_start + (head + (rotation.kv_parts - 1) * num_kv) * head_bytes
-                into = values + head * (block_size * head_bytes)
-                if rotation.values_normed:
-                    assert rotation.norm_dtype is not None
-                    normalize(
-                        emit, value, into, v_weight, dtype, rotation.norm_dtype, width, rotation.norm_eps,
-                        shape.head_size,
-                    )  # fmt: skip
-                    return
-                for place in range(0, width, LANES):
-                    emit.store(emit.load(value + place * size, dtype), into + place * size, dtype)
-
-            def write_key(head: Int, _: list[Vec]) -> None:
-                key, into = key_start + head * head_bytes, keys + head * (block_size * head_bytes)
-                for place in range(0, width, LANES):
-                    at = into + place * block_size * size
-                    emit.scatter(emit.load(key + place * size, dtype), at, block_size * size, dtype)
-
-            emit.loop(0, num_kv, 1, write_value)  # first: they may be what keys are made of
+            # First: they may be what keys are made of.
+            value_start = key_start + (rotation.kv_parts - 1) * num_kv * head_bytes
+            _write_values(emit, value_start, values, num_kv, v_weight, shape, rotation, dtype, block_size)
             if rotation.norm_dtype is not None and not rotation.norms_after:
                 norms(start)
             if rotation.size:
@@ -127,12 +96,46 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
             if rotation.scale_dtype is not None:
                 at = query_scales + angle_row * ITEM_BYTES[rotation.scale_dtype]
                 multiply(emit, start, num_q * width, emit.load_all(at, rotation.scale_dtype), dtype)
-            emit.loop(0, num_kv, 1, write_key)
+            _write_keys(emit, key_start, keys, num_kv, shape, dtype, block_size)
 
         first = item * ROWS_AT_ONCE
         emit.loop(first, rows.least(first + ROWS_AT_ONCE), 1, row)
 
     return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotation.name(shape)}_{block_size}", 13, body)
+
+
+def _write_values(
+    emit: Emitter, first: Int, into: Int, count: int, weight: Int, shape: AttentionShape, rotation: Rotation,
+    dtype: Dtype, block_size: int,
+) -> None:  # fmt: skip
+    """Emit the write of `count` heads of values, from the one at `first` on, to a block of the cache."""
+    width, size = shape.padded_head_size, ITEM_BYTES[dtype]
+
+    def head(index: Int, _: list[Vec]) -> None:
+        value, to = first + index * (width * size), into + index * (block_size * width * size)
+        if rotation.values_normed:
+            assert rotation.norm_dtype is not None
+            normalize(emit, value, to, weight, dtype, rotation.norm_dtype, width, rotation.norm_eps, shape.head_size)
+            return
+        for place in range(0, width, LANES):
+            emit.store(emit.load(value + place * size, dtype), to + place * size, dtype)
+
+    emit.loop(0, count, 1, head)
+
+
+def _write_keys(
+    emit: Emitter, first: Int, into: Int, count: int, shape: AttentionShape, dtype: Dtype, block_size: int
+) -> None:
+    """Emit the write of `count` heads of keys, from the one at `first` on, each as a column of a block of the cache."""
+    width, size = shape.padded_head_size, ITEM_BYTES[dtype]
+
+    def head(index: Int, _: list[Vec]) -> None:
+        key, to = first + index * (width * size), into + index * (block_size * width * size)
+        for place in range(0, width, LANES):
+            at = to + place * block_size * size
+            emit.scatter(emit.load(key + place * size, dtype), at, block_size * size, dtype)
+
+    emit.loop(0, count, 1, head)
 
 
 def multiply(emit: Emitter, x: Int, length: int, number: Vec, dtype: Dtype) -> None:

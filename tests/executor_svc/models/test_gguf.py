@@ -26,14 +26,9 @@ from executor_svc.models.parallel.split import Part
 from executor_svc.models.safetensors_file import StoredTensor
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.models.gguf_files import (
-    all_of,
-    neighbours,
-    places_of_scales,
-    random_blocks,
-    set_scale,
-    write_gguf,
-)
+from tests.helpers.models.gguf_blocks import places_of_scales, random_blocks, set_scale
+from tests.helpers.models.gguf_files import all_of, write_gguf
+from tests.helpers.models.gguf_tensors import neighbours
 
 DATA = Path(__file__).parents[2] / "data" / "gguf"
 MIXED = DATA / "llama-q4_k_m.gguf"

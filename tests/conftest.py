@@ -95,7 +95,7 @@ if _HAS_TORCH:
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
 _NEEDS_TORCH = re.compile(
-    r"^\s*(?:from|import) (?:torch|tests\.checkpoints|executor_svc(?!\.config)"
+    r"^\s*(?:from|import) (?:torch|tests\.checkpoints|tests\.executor_svc\.models|executor_svc(?!\.config)"
     r"|tests\.fuzz\.wire\.(?:floods|run)"
     r"|tests\.chaos\.(?:__main__|run)"
     r"|tests\.helpers\.(?:services|executor_harness|sampling|stepping))\b",

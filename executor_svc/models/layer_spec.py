@@ -1,4 +1,4 @@
-"""The parts of a decoder's layer: sizes, names of modules in checkpoints, experts; `models.spec` has the model."""
+"""The parts of a decoder's layer: sizes, names in checkpoints, experts; `models.spec` has the model."""
 
 from __future__ import annotations
 

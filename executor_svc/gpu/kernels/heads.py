@@ -57,28 +57,10 @@ def _normalized(
 
 @triton.jit
 def rotate_heads(
-    source,
-    into,
-    heads,
-    written,
-    rows,
-    cos,
-    sin,
-    weight,
-    eps,
-    scale,
-    factor,
-    STRIDE: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    NORMED: tl.constexpr,
-    AFTER: tl.constexpr,
-    COPIED: tl.constexpr,
-    SCALED: tl.constexpr,
-    MULTIPLIED: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    source, into, heads, written, rows, cos, sin, weight, eps, scale, factor, STRIDE: tl.constexpr, D: tl.constexpr,
+    R: tl.constexpr, NORMED: tl.constexpr, AFTER: tl.constexpr, COPIED: tl.constexpr, SCALED: tl.constexpr,
+    MULTIPLIED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """Normalize and rotate heads [rows] of source, and write the heads below `written` to `into`, STRIDE apart.
 
     A head's columns are two halves of R / 2 columns, which are rotated against each other, and an unrotated rest, which

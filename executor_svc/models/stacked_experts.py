@@ -31,6 +31,8 @@ from executor_svc.models.spec import DecoderSpec, ExpertsSpec
 _GROUP = 32
 _KIND = QuantFormat(name="MXFP4", bits=4, group=_GROUP, values="e2m1", scale="e8m0")
 _NUMBER = "{}"
+_LAYERS = "|".join(map(re.escape, (LAYERS, "mtp.layers")))
+"""The decoder's, and those of a head of multi-token prediction."""
 
 
 class StackedExpertWeights(SafetensorsWeights):
@@ -198,7 +200,7 @@ class _Stack:
         names = experts.names
         modules = (*names.into, names.down)
         pattern = "|".join(re.escape(each).replace(re.escape(_NUMBER), r"\d+") for each in modules)
-        self._pattern = re.compile(rf"({re.escape(LAYERS)}\.\d+\.)({pattern})\.(weight|bias)")
+        self._pattern = re.compile(rf"((?:{_LAYERS})\.\d+\.)({pattern})\.(weight|bias)")
         self._count, self._form = experts.router.num_experts, names.stacked
         self._numbered = {each.partition(_NUMBER)[2]: index for index, each in enumerate(names.into)}
         self._num_into = len(names.into)

@@ -9,6 +9,7 @@ from typing import Any
 
 from cadenza_common.gguf.file import GgufFile
 from executor_svc.models.gguf.latent_content import latent_sizes
+from executor_svc.models.spec import QWEN_MTP_LAYERS_FIELD
 
 KIMI = "kimi-linear"
 RECURRENT = {
@@ -136,7 +137,7 @@ def _qwen(read: _Reader) -> dict[str, Any]:
     shared = read.integer("expert_shared_feed_forward_length", 0)
     return {
         "num_hidden_layers": read.num_layers,
-        "mtp_num_hidden_layers": read.heads,
+        QWEN_MTP_LAYERS_FIELD: read.heads,
         "layer_types": _qwen_kinds(read),
         "linear_num_key_heads": read.integer("ssm.group_count"),
         "linear_num_value_heads": heads,

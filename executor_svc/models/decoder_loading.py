@@ -136,7 +136,7 @@ def _absent_biases(weights: Weights, checkpoint: Checkpoint, spec: DecoderSpec) 
     found: set[str] = set()
     for kinds in [] if checkpoint.gguf is not None else bias_names(spec):
         lacking = [names for names in kinds if not any(map(weights.holds, names))]
-        if len(lacking) == len(kinds):
+        if len(lacking) == len(kinds) and not spec.may_lack_biases:
             continue  # the first to be read is named as missing
         for names in lacking:
             _log.warning("%s: no layer has the bias %s: it is 0", _place(checkpoint.folder), names[0])

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
             "mlp_bias": True,
             "use_bias": True,
+            "attention_bias": True,  # transformers' code has none
             "n_groups": 4,
         },
     ),

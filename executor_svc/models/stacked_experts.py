@@ -50,12 +50,7 @@ class StackedExpertWeights(SafetensorsWeights):
         kinds = {layer.experts.names: layer.experts for layer in spec.layers if layer.experts is not None}
         self._stacks = [_Stack(experts) for experts in kinds.values()]
         for names in kinds:
-            for stored, own in names.renamed:
-                for name in [name for name in self._places if name.endswith(f".{stored}")]:
-                    renamed = name.removesuffix(stored) + own
-                    if renamed in self._places:
-                        raise LoaderError(f"model folder {folder}: tensors {name} and {renamed} are the same")
-                    self._places[renamed] = self._places.pop(name)
+            self._rename(names.renamed)
 
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `models.base.WeightSource`."""

@@ -124,10 +124,7 @@ def _lacking(name: str, modules: Mapping[str, Module]) -> str:
     layer = name.removeprefix(before).partition(".")[0]
     if name.startswith(before) and layer.isdecimal() and int(layer) >= num_layers:
         return f"the model has {num_layers} layers"
-    return (
-        f"the model has no linear or table {name} that adapters may change (those are named as in {first}; of Qwen's "
-        "GGUF files linears of recurrences are none)"
-    )
+    return f"the model has no linear or table {name} that adapters may change (those are named as in {first})"
 
 
 def _pair(target: LoraTarget, left: dict[tuple[str, Kind], StoredTensor], limits: AdapterLimits) -> FilePair:

@@ -182,6 +182,7 @@ def _falcon(read: _Reader) -> dict[str, Any]:
     """Return the fields of Falcon-H1: its factors are in the weights of files."""
     return {
         **read.mamba(),
+        "has_folded_factors": True,
         "mamba_d_ssm": read.integer("ssm.inner_size"),
         "mamba_rms_norm": read.has("ssm_norm.weight"),
         "mamba_norm_before_gate": False,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from executor_svc.device.adapters import NO_PLACE
@@ -21,6 +22,7 @@ from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.driver import Driver, Model, Tokens
 from tests.helpers.marks import short_and_long
+from tests.helpers.models.gguf_files import all_of, write_gguf
 from tests.helpers.models.peft_adapters import read, save_peft_adapter
 
 SIZES = AdapterSizes(num_places=4, max_rank=64)
@@ -164,6 +166,15 @@ def test_models_with_recurrent_layers(
 ) -> None:
     config = {"r": 5, "lora_alpha": 2, "target_modules": list(OF_RECURRENT[family])}
     check_logits(model(family), checkpoint(family), tmp_path, config, seed=1)
+
+
+def test_gguf_files_with_recurrent_layers(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Those of Falcon-H1 have the factors in their weights, and so no adapters."""
+    kinds, families = all_of(GGMLQuantizationType.F32), ("lfm2", "falcon_h1")
+    files = [write_gguf(checkpoint(family), tmp_path / f"{family}.gguf", kinds) for family in families]
+    config = {"r": 5, "lora_alpha": 2, "target_modules": list(OF_RECURRENT["lfm2"])}
+    check_logits(Model(files[0], SIZES, dtype="float32"), checkpoint("lfm2"), tmp_path / "adapter", config, seed=1)
+    assert Model(files[1], SIZES, dtype="float32").loaded.adapters is None
 
 
 @pytest.mark.sampled(7)

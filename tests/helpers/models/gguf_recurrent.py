@@ -97,6 +97,7 @@ def write_metadata(writer: Any, config: dict[str, Any], architecture: str) -> No
     if architecture.startswith("nemotron"):
         wide = "moe_intermediate_size" if architecture.endswith("moe") else "intermediate_size"
         again("attention.head_count_kv", heads)
+        again("rope.dimension_count", config["hidden_size"] // config["num_attention_heads"])  # it has none
         again("feed_forward_length", [config[wide] if kind in ("moe", "mlp") else 0 for kind in kinds])
         inner = config["mamba_num_heads"] * config["mamba_head_dim"]
         _ssm(writer, config["conv_kernel"], inner, config["ssm_state_size"], config["mamba_num_heads"],

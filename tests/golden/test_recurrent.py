@@ -49,7 +49,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_h with limits": ("granite_h", {"time_step_limit": [0.2, 1.0]}),
     "granite_h of heads that leave a rest": (
         "granite_h",
-        {"hidden_size": 44, "mamba_d_head": 11, "num_attention_heads": 3, "num_key_value_heads": 1},
+        {
+            "hidden_size": 44,
+            "mamba_d_head": 11,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "num_local_experts": 0,
+        },
     ),
     "kimi_linear of dense layers alone": ("kimi_linear", {"mlp_layer_types": ["dense"] * 3, "q_lora_rank": 16}),
     "kimi_linear of dense layers": ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "dense"]}),

@@ -169,12 +169,17 @@ def test_models_with_recurrent_layers(
 
 
 def test_gguf_files_with_recurrent_layers(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """Those of Falcon-H1 have the factors in their weights, and so no adapters."""
-    kinds, families = all_of(GGMLQuantizationType.F32), ("lfm2", "falcon_h1")
+    """Those of Falcon-H1 have the factors in their weights, and so no adapters; Qwen's heads have another order."""
+    kinds, families = all_of(GGMLQuantizationType.F32), ("lfm2", "falcon_h1", "qwen3_5_moe_text")
     files = [write_gguf(checkpoint(family), tmp_path / f"{family}.gguf", kinds) for family in families]
     config = {"r": 5, "lora_alpha": 2, "target_modules": list(OF_RECURRENT["lfm2"])}
     check_logits(Model(files[0], SIZES, dtype="float32"), checkpoint("lfm2"), tmp_path / "adapter", config, seed=1)
     assert Model(files[1], SIZES, dtype="float32").loaded.adapters is None
+    adapters = Model(files[2], SIZES, dtype="float32").loaded.adapters
+    assert adapters is not None
+    assert {name for _, name in adapters._linears} == {
+        "attention.qkv", "attention.output", "shared.gate_up", "shared.down", "lm_head",
+    }  # fmt: skip
 
 
 @pytest.mark.sampled(7)

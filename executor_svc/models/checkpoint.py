@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -70,6 +70,17 @@ class SafetensorsWeights(Weights):
                 self._order, self._shown = FileOrder(spec), spec.files.stored_name
         self._places = {name: (files[stored], stored) for name, stored in names.items()}
         """File and stored name of each tensor."""
+        if spec is not None:
+            self._rename(spec.names.renamed)
+
+    def _rename(self, endings: Iterable[tuple[str, str]]) -> None:
+        """Give tensors of layers their names in Cadenza; endings: of names in files, and what they are here."""
+        for stored, own in endings:
+            for name in [name for name in self._places if name.endswith(f".{stored}")]:
+                renamed = name.removesuffix(stored) + own
+                if renamed in self._places:
+                    raise LoaderError(f"model folder {self._folder}: tensors {name} and {renamed} are the same")
+                self._places[renamed] = self._places.pop(name)
 
     def _tensor_files(self) -> dict[str, Path]:
         """Return the file of each tensor; of a sharded checkpoint also of those that its index forgets."""

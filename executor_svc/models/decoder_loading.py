@@ -137,7 +137,7 @@ def _absent_biases(weights: Weights, checkpoint: Checkpoint, spec: DecoderSpec) 
     found: set[str] = set()
     for kinds in [] if checkpoint.gguf is not None else bias_names(spec):
         lacking = [names for names in kinds if not any(map(weights.holds, names))]
-        if len(lacking) == len(kinds):
+        if len(lacking) == len(kinds) and not spec.may_lack_biases:
             continue  # the first to be read is named as missing
         for names in lacking:
             _log.warning("%s: no layer has the bias %s: it is 0", _place(checkpoint.folder), names[0])
@@ -243,16 +243,24 @@ def _ends(reader: DecoderWeights, embedding: bool, head: bool) -> tuple[Embeddin
 def _weights(
     config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec
 ) -> DummyWeights | SafetensorsWeights | GgufWeights:
+    """Return the tensors of a decoder; raises LoaderError, of a GGUF file also for a linear that is missing."""
+    weights = open_weights(config, device, checkpoint, spec)
+    if isinstance(weights, GgufWeights):
+        weights.check_linears(linear_shapes(with_stored_forms(spec, weights.holds)))
+    elif spec.tied:
+        weights.share_ends()
+    return weights
+
+
+def open_weights(
+    config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec
+) -> DummyWeights | SafetensorsWeights | GgufWeights:
+    """Return the tensors of a checkpoint, or random ones; spec: as of `SafetensorsWeights`."""
     gguf = checkpoint.gguf
     if gguf is None or config.load_format == "dummy":
-        found = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec)
-        if spec.tied:
-            found.share_ends()
-        return found
+        return folder_weights(config, device, checkpoint.folder, checkpoint.content, spec)
     stored_names = TensorNames(gguf.metadata.text("general.architecture"), spec.head_size)
-    weights = GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
-    weights.check_linears(linear_shapes(with_stored_forms(spec, weights.holds)))
-    return weights
+    return GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
 
 
 def _source(

@@ -35,6 +35,9 @@ class LayerNames:
     """A linear of one row for each head, whose sigmoid multiplies what attention finds for the head (LFM3). Not in the
     digest, for that of the weights has the tensor."""
 
+    renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Endings of names that files may have in the place of these."""
+
     @property
     def attention(self) -> str:
         """The module that holds the linears of attention, sinks, and scales of keys and values."""

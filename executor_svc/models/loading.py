@@ -165,7 +165,7 @@ def _load_own(
     _adopt_dtypes(device, checkpoint.folder, checkpoint.content)
     spec = settle_spec(config, device, checkpoint, spec)
     adapters = None
-    if adapter_sizes is not None:
+    if adapter_sizes is not None and spec.adaptable:
         assert isinstance(device.kernels, AdapterKernels)
         share = Share() if ranks is None else ranks.share
         adapters = ModelAdapters(device.kernels, spec, adapter_sizes, device.dtype, share)

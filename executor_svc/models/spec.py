@@ -26,6 +26,8 @@ from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
 
 MTP_LAYERS_FIELD = "num_nextn_predict_layers"
 """Of config.json: the number of layers of a head of multi-token prediction."""
+QWEN_MTP_LAYERS_FIELD = "mtp_num_hidden_layers"
+"""The same in Qwen's."""
 LAYER_TABLE = "model.embed_tokens_per_layer"
 """The name of the table of inputs of layers in checkpoints."""
 EMBEDDINGS = "embed_tokens"
@@ -119,6 +121,12 @@ class DecoderSpec:
 
     ignored: tuple[str, ...] = field(default=(), repr=False)
     """What the names of tensors begin with that the checkpoint holds for images and sounds."""
+
+    adaptable: bool = field(default=True, repr=False)
+    """Whether adapters fit the weights: not where factors are in these, which an adapter's numbers need, too."""
+
+    may_lack_biases: bool = field(default=False, repr=False)
+    """Whether config.json may name biases of a kind of which the files hold none, as transformers' code has none."""
 
     absent_biases: frozenset[str] = field(default=frozenset(), repr=False)
     """Tensors of biases that the checkpoint does not hold: they are 0. The digest of the weights leaves them out."""

@@ -99,6 +99,11 @@ def uniform_rope(
     return read
 
 
+def whole_heads(fields: Fields) -> int:
+    """Return the head size of families whose heads may leave some of the hidden size over."""
+    return max(1, fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+
+
 def _head_size(fields: Fields, hidden_size: int, num_heads: int, default: int | None) -> int:
     if default is None and fields.get("head_dim") is None and hidden_size % num_heads:
         raise fields.error("hidden_size", f"{hidden_size} is no multiple of num_attention_heads {num_heads}")

@@ -34,6 +34,7 @@ def gguf_name(name: str, architecture: str) -> str:
         "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
         "shared_mlp.input_linear.weight": "ffn_up_shexp.weight",
         "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+        **gguf_recurrent.HEAD_NAMES,
     }
     for end, other in others.items():
         if name.endswith(f".{end}"):
@@ -76,7 +77,8 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Floats]]:
 def tensors_of(folder: Path, config: dict[str, Any], architecture: str) -> Iterator[tuple[str, Floats]]:
     """Yield all tensors as GGUF has them."""
     experts: dict[str, list[tuple[int, Floats]]] = {}
-    for name, values in stored_tensors(folder):
+    for stored, values in stored_tensors(folder):
+        name = gguf_recurrent.in_layers(stored, config)
         if ".act_fn." in name:
             continue
         if architecture == "gpt-oss" and (".experts." in name or name.endswith("sinks")):

@@ -188,7 +188,7 @@ class Rig:
             loader = None if self.adapters is None else self.adapters.loader
             if ranks is None:
                 return StepExecutor(runner, self.pools, limits, drafts=source, adapters=loader)
-            leader = ranks.start(config, limits)
+            leader = ranks.start(config, limits, None if draft_model is None else draft_model.layers)
             shared = None if source is None else LeaderDrafts(source, leader)
             return StepExecutor(runner, self.pools, limits, drafts=shared, adapters=loader, ranks=leader)
 

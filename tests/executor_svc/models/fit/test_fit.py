@@ -135,7 +135,10 @@ def test_a_request_takes_what_the_pool_gives_it(tmp_path: Path, family: str) -> 
 )
 def test_a_rank_takes_what_is_said(tmp_path: Path, name: str, num_ranks: int) -> None:
     """Its part of linears, experts and tables, and of the state: of divided recurrences, and of whole ones."""
-    shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 72} if num_ranks == 3 else {}
+    shape: dict[str, Any] = {}
+    if num_ranks == 3:
+        shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 72}
+        shape["moe_shared_expert_intermediate_size"] = 36
     folder = make_checkpoint(tmp_path, name, **shape)
     sizes = read_sizes(folder, num_ranks)
     ranks = RankThreads(folder, num_ranks, {"dtype": "float32"})

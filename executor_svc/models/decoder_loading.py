@@ -29,6 +29,7 @@ from executor_svc.models.gguf.tensor_names import TensorNames
 from executor_svc.models.gguf.weights import GgufWeights, read_vector
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
 from executor_svc.models.parallel.building import RankBuilder
+from executor_svc.models.parallel.recurrent import num_whole
 from executor_svc.models.parallel.source import RankSource
 from executor_svc.models.parallel.split import linears_elsewhere, num_own_elements, spec_of
 from executor_svc.models.quantized.method import read_quantization
@@ -169,6 +170,11 @@ def load_decoder(
         builder: Builder = device if adapters is None else AdaptingBuilder(device, adapters)
         if ranks is not None:
             builder = RankBuilder(builder, ranks, spec)
+            if ranks.share.rank == 0 and (whole := num_whole(spec, ranks.share.size)):
+                _log.warning(
+                    "%s: %d recurrent layers are whole on each of %d ranks: their heads or channels cannot be divided",
+                    *(_place(folder), whole, ranks.share.size),
+                )
             spec = spec_of(spec, ranks.share)
         with saved or nullcontext():
             with device.loading():

@@ -43,14 +43,14 @@ def fit_lines(sizes: ModelSizes, room: Room) -> list[str]:
     """Return what the model takes, what there is, and what follows."""
     weights, length = sizes.weight_bytes, room.max_model_len or sizes.context_limit
     ranks = sizes.num_ranks
-    on_each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    on_each = f", on each of {ranks} ranks" if ranks > 1 else ""
     state = f"a state of {human(sizes.state_bytes)} a request" if sizes.state_bytes else "no state"
     formats = ", ".join(f"{kind} {human(size)}" for kind, size in sizes.weights.items())
     lines = [
         f"weights: {human(weights)} ({formats}){on_each}",
         f"keys and values: {_of_tokens(sizes)} in {sizes.dtype}; {state} beside them{on_each}",
         f"memory: {human(room.free)} are free, and {room.share:.0%} of them for this model (--gpu-memory-utilization)"
-        f"{', as much for each of its ranks' if ranks > 1 else ''}",
+        f"{f', in equal parts for {ranks} ranks' if ranks > 1 else ''}",
     ]
     if room.mapped and sizes.mapped_bytes:
         held = weights - sizes.mapped_bytes

@@ -65,6 +65,12 @@ def own_recurrence(recurrent: RecurrentSpec, hidden: int, share: Share) -> Recur
     assert_never(recurrent)
 
 
+def num_whole(spec: DecoderSpec, size: int) -> int:
+    """Return how many recurrent layers of a model are whole on each of so many ranks."""
+    recurrent = [layer.recurrent for layer in spec.layers if layer.recurrent is not None]
+    return sum(not is_divided(each, spec.hidden_size, size) for each in recurrent)
+
+
 def groups_in_parts(spec: DecoderSpec, size: int) -> int | None:
     """Return the groups of a layer of Mamba whose norms would be over several ranks; None: there is no such layer."""
     for layer in spec.layers:

@@ -81,8 +81,8 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, name: str, size: in
     assert threads.first.loaded.geometry.num_parameters == wanted.num_parameters
 
 
-def test_what_sizes_do_not_allow_is_whole_on_each_rank(tmp_path: Path) -> None:
-    """Three heads of two ranks; what is beside them is divided. Budgets count all of it on each."""
+def test_what_sizes_do_not_allow_is_whole_on_each_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Three heads of two ranks; what is beside them is divided. Budgets count it on each, and the log says so."""
     folder = make_checkpoint(tmp_path, "kimi_linear")
     (tokens,) = random_prompts(131, (50,))
     model, threads = Model(folder, dtype="float32"), RankThreads(folder, 2, {"dtype": "float32"})
@@ -91,6 +91,7 @@ def test_what_sizes_do_not_allow_is_whole_on_each_rank(tmp_path: Path) -> None:
     own, all_of_it = threads.first.loaded.own_geometry, model.loaded.geometry
     assert own.layer_states == all_of_it.layer_states
     assert own.weight_bytes > 0.6 * all_of_it.weight_bytes
+    assert "2 recurrent layers are whole on each of 2 ranks" in caplog.text
 
 
 _WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "moe_intermediate_size": 64}

@@ -34,6 +34,9 @@ Share = Annotated[float | None, typer.Option(metavar="NUMBER", help="Share of th
 Experts = Annotated[
     Literal["memory", "mapped"] | None, typer.Option(help="Where experts are, as for `cadenza up`.", show_default=False)
 ]
+Ranks = Annotated[
+    int, typer.Option(metavar="INTEGER", help="Ranks that share this machine, as for `cadenza up`; each has its part.")
+]
 Measure = Annotated[bool, typer.Option("--measure", help="Measure the memory's speed again.")]
 
 
@@ -43,6 +46,7 @@ def fit(
     max_num_seqs: Seqs = None,
     gpu_memory_utilization: Share = None,
     expert_weights: Experts = None,
+    tensor_parallel_size: Ranks = 1,
     measure: Measure = False,
 ) -> None:
     """Print what a model takes; raises OptionError."""
@@ -52,9 +56,11 @@ def fit(
     from executor_svc.models.fit.sizes import read_sizes
     from executor_svc.models.fit.text import fit_lines
 
+    if tensor_parallel_size < 1:
+        raise OptionError(f"option tensor_parallel_size: {tensor_parallel_size} is out of range")
     with _headers(check_model(model)) as path:
         try:
-            sizes = read_sizes(path)
+            sizes = read_sizes(path, tensor_parallel_size)
         except StartError as error:
             raise OptionError(f"option model: {str(error).replace(str(path), model)}") from None
     if max_model_len is not None and 0 < sizes.context_limit < max_model_len:

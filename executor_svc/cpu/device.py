@@ -280,11 +280,12 @@ class CpuDevice:
             weight_bytes = geometry.weight_bytes + draft.weight_bytes
             budget = self._budget(geometry, config, layout, free - host_bytes - step_bytes, weight_bytes)
             if budget.fitting < layout.least_blocks:
+                ranks = config.tensor_parallel_size
                 raise DeviceError(
                     f"not {least_of(layout)} fits: {free} bytes of memory are free, and "
                     f"--gpu-memory-utilization {config.gpu_memory_utilization or _SHARE} and --num-cpu-blocks "
                     f"{config.num_cpu_blocks} leave {budget.fitting * size}"
-                    f"{fit_sentence(Path(config.model), free + weight_bytes, config)}"
+                    f"{fit_sentence(Path(config.model), free + ranks * weight_bytes, config, ranks)}"
                 )
             pages = min(budget.fitting, budget.useful) * layout.num_tables
         elif pages * layout.page_bytes + host_bytes + step_bytes > free:

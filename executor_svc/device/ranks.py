@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import AttentionShape, HeadNorms
+from executor_svc.device.states import GatedNormKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,21 @@ class HeadNormRanks(RankKernels, Protocol):
 
     def norm_all_heads(self, qkv: Tensor, norms: HeadNorms, shape: AttentionShape) -> Tensor:
         """Normalize the query heads of all ranks together, and the key heads, in place; return qkv of this rank."""
+        ...
+
+
+@runtime_checkable
+class GatedNormRanks(RankKernels, Protocol):
+    """Ranks that have parts of the groups of a gated norm."""
+
+    def norm_groups(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, kind: GatedNormKind
+    ) -> Tensor:
+        """As `device.states.StateOperations.gated_norm`, of a group of which this rank has the columns x [T, width].
+
+        The first columns of gate are theirs; weight: [width]. groups: of all ranks, fewer than ranks, neighbours of
+        which share one.
+        """
         ...
 
 

@@ -18,9 +18,9 @@ from executor_svc.models.base import StoredWeight
 from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError, find_weights
 from executor_svc.models.named_weights import Weights
+from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.part_of_file import PartOfFile
 from executor_svc.models.parallel.part_tensors import Cut, PartTensors, is_same_format
-from executor_svc.models.parallel.split import Part
 from executor_svc.models.quantized.method import Quantization
 from executor_svc.models.quantized.rows import LazyRows
 from executor_svc.models.safetensors_file import (

@@ -13,7 +13,7 @@ from cadenza_common.gguf.file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import Embedding, KVScales, Linear
-from executor_svc.device.ranks import RankKernels
+from executor_svc.device.ranks import WHOLE, RankKernels
 from executor_svc.models.adapters.places import AdaptingBuilder, ModelAdapters
 from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
 from executor_svc.models.checkpoint import SafetensorsWeights
@@ -30,8 +30,9 @@ from executor_svc.models.gguf.weights import GgufWeights, read_vector
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
 from executor_svc.models.named_weights import Weights
 from executor_svc.models.parallel.building import RankBuilder
+from executor_svc.models.parallel.recurrent import num_whole
 from executor_svc.models.parallel.source import RankSource
-from executor_svc.models.parallel.split import linears_elsewhere, spec_of
+from executor_svc.models.parallel.split import linears_elsewhere, num_own_elements, spec_of
 from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
@@ -170,6 +171,11 @@ def load_decoder(
         builder: Builder = device if adapters is None else AdaptingBuilder(device, adapters)
         if ranks is not None:
             builder = RankBuilder(builder, ranks, spec)
+            if ranks.share.rank == 0 and (whole := num_whole(spec, ranks.share.size)):
+                _log.warning(
+                    "%s: %d recurrent layers are whole on each of %d ranks: their heads or channels cannot be divided",
+                    *(_place(folder), whole, ranks.share.size),
+                )
             spec = spec_of(spec, ranks.share)
         with saved or nullcontext():
             with device.loading():
@@ -279,11 +285,13 @@ def _source(
     """
     folder, rounding, linears = checkpoint.folder, rounding_of(config, device), spec.num_linear_elements
     held = weights.least_bytes(linears) if rounding is None else rounded_bytes(rounding, linears)
+    share = WHOLE if ranks is None else ranks.share
+    in_memory = num_own_elements(spec, share)
     if config.expert_weights == "mapped":
-        held = held * (linears - spec.num_expert_elements) // linears
-    held //= config.tensor_parallel_size
+        in_memory -= spec_of(spec, share).num_expert_elements
+    held = held * in_memory // linears
     tables = spec.num_rotary_elements(max_model_len) * device.dtype.itemsize
-    check_memory(folder, held + tables, "weights and rotary tables", max_model_len, device)
+    check_memory(folder, held + tables, "weights and rotary tables", max_model_len, device, share.size)
     checked: WeightSource = weights if rounding is None else RoundedSource(weights, rounding)
     own: WeightSource = weights
     shapes = linear_shapes(spec)
@@ -377,17 +385,17 @@ def read_scales(
     return scales
 
 
-def check_memory(folder: Path, needed: int, what: str, max_model_len: int, device: Device) -> None:
+def check_memory(folder: Path, needed: int, what: str, max_model_len: int, device: Device, num_ranks: int = 1) -> None:
     """Raise LoaderError for a model larger than memory, before minutes of loading end in the out-of-memory killer.
 
-    needed: bytes.
+    needed: bytes, of one of num_ranks.
     """
     free = device.free_memory_bytes()
     if needed > free:
         raise LoaderError(
             f"{_place(folder)}: {what} for --max-model-len {max_model_len} take {needed} bytes "
             f"in {str(device.dtype).removeprefix('torch.')}, {free} bytes of memory are free"
-            f"{fit_sentence(folder, free)}"
+            f"{fit_sentence(folder, free, num_ranks=num_ranks)}"
         )
 
 

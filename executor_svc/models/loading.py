@@ -18,12 +18,12 @@ from cadenza_common.hub.download import repo_of
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
 from executor_svc.device.interface import Device
-from executor_svc.device.ranks import RankKernels, Share
+from executor_svc.device.ranks import WHOLE, RankKernels
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.adapters.reading import BaseTable
 from executor_svc.models.base import CausalLM, ModelConfigError
 from executor_svc.models.config_fields import Fields
-from executor_svc.models.decoder import Decoder, layer_heads
+from executor_svc.models.decoder import Decoder, layer_heads, layer_states
 from executor_svc.models.decoder_loading import (
     Checkpoint,
     Ends,
@@ -40,6 +40,7 @@ from executor_svc.models.end_ids import end_ids, media_ids
 from executor_svc.models.folder import LoaderError, read_json, token_ids_of, tokenizer_of
 from executor_svc.models.gguf.config_content import special_token_ids
 from executor_svc.models.kv_scales import wants_fp8_kv_cache
+from executor_svc.models.parallel.split import num_own_elements
 from executor_svc.models.quantized.round_to_nearest import rounding_of
 from executor_svc.models.registry import refused_architecture, unknown_architecture
 from executor_svc.models.spec import DecoderSpec
@@ -79,6 +80,8 @@ class LoadedModel:
     """Opens the tables of embeddings of the checkpoint, to compare those of adapters with them."""
     ranks: RankKernels | None = None
     """What joins the ranks that the model is divided among; None: it is not."""
+    own_weight_bytes: int = 0
+    """Of one of these ranks: bytes of its weights."""
     read_ends: ReadEnds | None = None
     """Reads the ends of a divided model whole, for one rank's use alone."""
 
@@ -98,13 +101,12 @@ class LoadedModel:
         """The sizes of what this process holds: of one rank."""
         if self.ranks is None:
             return self.geometry
-        shape, size = self.model.attention_shapes[0], self.ranks.share.size
-        own_bytes = self.geometry.weight_bytes // size
+        shape = self.model.attention_shapes[0]
         return replace(
             self.geometry,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
-            weight_bytes=own_bytes,
+            weight_bytes=self.own_weight_bytes,
             layer_heads=self.model.layer_heads,
             layer_states=self.model.layer_states,
         )
@@ -164,22 +166,24 @@ def _load_own(
     max_model_len = _max_model_len(config, spec.context_limit)
     _adopt_dtypes(device, checkpoint.folder, checkpoint.content)
     spec = settle_spec(config, device, checkpoint, spec)
-    adapters = None
+    adapters, share = None, WHOLE if ranks is None else ranks.share
     if adapter_sizes is not None and spec.adaptable:
         assert isinstance(device.kernels, AdapterKernels)
-        share = Share() if ranks is None else ranks.share
         adapters = ModelAdapters(device.kernels, spec, adapter_sizes, device.dtype, share)
     model, weights = load_decoder(config, device, checkpoint, spec, max_model_len, adapters, ranks)
     _check_activations(config, device)
     geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
-    model_type = _model_type(checkpoint.content)
+    own = weights.num_parameters - spec.num_linear_elements + num_own_elements(spec, share)
+    own_bytes = own * device.dtype.itemsize - device.few_bits.saved_bytes
     geometry = replace(
         geometry,
-        model_type=model_type,
+        model_type=_model_type(checkpoint.content),
+        weight_bytes=own_bytes * weights.num_parameters // max(1, own),  # of all ranks, if all are like this one
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         layer_heads=layer_heads(spec),
+        layer_states=layer_states(spec),
     )
     _probe(device, max(config.max_num_batched_tokens, config.max_num_seqs))
     return LoadedModel(
@@ -196,6 +200,7 @@ def _load_own(
         adapters=adapters,
         base_table=partial(open_table, config, device, checkpoint, spec),
         ranks=ranks,
+        own_weight_bytes=own_bytes,
         read_ends=None if ranks is None else partial(read_ends, config, device, checkpoint, spec, max_model_len),
     )
 
@@ -305,8 +310,7 @@ def _geometry(
         max_model_len=max_model_len,
         dtype=str(device.dtype).removeprefix("torch."),
         num_parameters=num_parameters,
-        # Of all ranks: this one has saved its part.
-        weight_bytes=num_parameters * device.dtype.itemsize - device.few_bits.saved_bytes * config.tensor_parallel_size,
+        weight_bytes=num_parameters * device.dtype.itemsize - device.few_bits.saved_bytes,
         weights=device.few_bits.described(str(device.dtype).removeprefix("torch.")),
         windows=model.windows,
         layer_heads=model.layer_heads,

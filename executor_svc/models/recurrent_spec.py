@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from executor_svc.device.ranks import WHOLE, Share
 from executor_svc.device.states import GatedNormKind
 from executor_svc.plan.state_sizes import ConvState, DeltaState, LayerState, MambaState
 
@@ -27,14 +28,23 @@ class ShortConvSpec:
     """Modules of a layer by their names in checkpoints: B, C and x in one linear."""
     conv: str = "conv.conv"
     output: str = "conv.out_proj"
+    channels: int | None = field(default=None, repr=False)
+    """Of a rank; None: all of the hidden size."""
+    share: Share = field(default=WHOLE, repr=False)
+    """Of a rank, here and in the following kinds: it has some channels or heads alone."""
+
+    def num_channels(self, hidden: int) -> int:
+        """Return the channels of the convolution."""
+        return hidden if self.channels is None else self.channels
 
     def state(self, hidden: int) -> LayerState:
         """Return what a layer keeps of a sequence."""
-        return LayerState(ConvState(hidden, self.width))
+        return LayerState(ConvState(self.num_channels(hidden), self.width))
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
         """Return the shapes of the linears by their names in the layer."""
-        return {self.into: (3 * hidden, hidden), self.output: (hidden, hidden)}
+        channels = self.num_channels(hidden)
+        return {self.into: (3 * channels, hidden), self.output: (hidden, channels)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,7 @@ class GatedDeltaSpec:
     """Of `DeltaNames.low_rank`."""
     is_decay_ready: bool = field(default=False, repr=False)
     """Whether files have `DeltaNames.ready_decay`."""
+    share: Share = field(default=WHOLE, repr=False)
 
     @property
     def keys(self) -> int:
@@ -182,6 +193,10 @@ class MambaSpec:
     """The module of a layer that holds its tensors, by its name in checkpoints."""
     is_decay_ready: bool = field(default=False, repr=False)
     """Whether files have -exp(A_log), A, in the place of A_log."""
+    share: Share = field(default=WHOLE, repr=False)
+    groups_of_all: int = field(default=0, repr=False)
+    """Of a rank that has a part of a group: the groups of all ranks, of which several share each. 0: it has whole ones.
+    """
 
     @property
     def inner(self) -> int:

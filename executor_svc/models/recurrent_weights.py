@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.kernels import Linear
+from executor_svc.device.ranks import GatedNormRanks
 from executor_svc.device.states import StateKernels
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
 from executor_svc.models.base import Builder, ModelConfigError, WeightSource
@@ -17,14 +18,14 @@ from executor_svc.models.layers.gated_delta import DeltaTensors, GatedDelta, Low
 from executor_svc.models.layers.mamba import Mamba, MambaTensors
 from executor_svc.models.layers.short_conv import ShortConv
 from executor_svc.models.linear_weight import LinearWeight, StoredPart, linear_weight
+from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.recurrent_spec import GatedDeltaSpec, MambaSpec, RecurrentSpec, ShortConvSpec
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.models.stored_order import QuantRowsByHead, row_order
 
 RecurrentLayer = ShortConv | GatedDelta | Mamba
-_INTO, _OUTPUT = "recurrent.in", "recurrent.output"
-_GATES = "recurrent.decay", "recurrent.gate"
-"""Names for `models.base.Builder`."""
+_INTO, _DECAY, _GATE = "recurrent.in", "recurrent.decay", "recurrent.gate"
+"""Names for `models.base.Builder`, like those of `_output`."""
 
 
 class RecurrentWeights:
@@ -48,9 +49,10 @@ class RecurrentWeights:
     def _short_conv(self, prefix: str, spec: ShortConvSpec) -> ShortConv:
         hidden = self._hidden
         into = self._linear(_INTO, prefix, [spec.into], spec, spec.biased)
-        output = self._linear(_OUTPUT, prefix, [spec.output], spec, spec.biased)
-        weight = self._conv(prefix + spec.conv, hidden, spec.width)
-        bias = self._weights.get(f"{prefix}{spec.conv}.bias", (hidden,)) if spec.biased else None
+        channels = spec.num_channels(hidden)
+        output = self._linear(_output(spec), prefix, [spec.output], spec, spec.biased)
+        weight = self._conv(prefix + spec.conv, channels, spec.width)
+        bias = self._weights.get(f"{prefix}{spec.conv}.bias", (channels,)) if spec.biased else None
         return ShortConv(into, weight, bias, output, self._kernels)
 
     def _gated_delta(self, prefix: str, spec: GatedDeltaSpec) -> GatedDelta:
@@ -59,7 +61,7 @@ class RecurrentWeights:
         parts = [self._weights.open_linear(prefix + name, shapes[name]) for name in names.into]
         into = self._builder.prepare_linear(_INTO, self._ordered(parts, spec))
         if names.low_rank is not None:
-            uses = zip(_GATES, names.low_rank, strict=True)
+            uses = zip((_DECAY, _GATE), names.low_rank, strict=True)
             low_rank = LowRankGates(*(self._linear(use, prefix, [name], spec) for use, name in uses))
         rows = (spec.channels,) if len(names.conv) == 1 else (spec.keys, spec.keys, spec.values)
         convs = [self._conv(prefix + name, count, spec.width) for name, count in zip(names.conv, rows, strict=True)]
@@ -74,13 +76,13 @@ class RecurrentWeights:
             dt_bias=self._float32(prefix + names.dt_bias, shape.value_heads * (shape.key_size if by_key else 1)),
             norm=self._weights.get(f"{prefix}{names.norm}.weight", (shape.value_size,)),
         )
-        output = self._linear(_OUTPUT, prefix, [spec.output], spec)
+        output = self._linear(_output(spec), prefix, [spec.output], spec)
         return GatedDelta(shape, into, low_rank, tensors, spec.eps, output, self._kernels)
 
     def _mamba(self, prefix: str, spec: MambaSpec) -> Mamba:
         name, heads = prefix + spec.name, spec.shape.heads
         into = self._linear(_INTO, prefix, [spec.into], spec, spec.biased)
-        output = self._linear(_OUTPUT, prefix, [spec.output], spec, spec.output_biased)
+        output = self._linear(_output(spec), prefix, [spec.output], spec, spec.output_biased)
         if (factors := spec.factors) is not None:
             of_state = spec.shape.groups * spec.shape.state_size
             counts = (spec.inner, spec.inner, of_state, of_state, heads)
@@ -100,7 +102,18 @@ class RecurrentWeights:
             d=self._float32(f"{name}.D", heads),
             norm=norm,
         )
-        return Mamba(spec.shape, into, tensors, spec.limits, spec.eps, spec.norm, output, self._kernels)
+        return Mamba(
+            spec.shape, into, tensors, spec.limits, spec.eps, spec.norm, output, self._kernels,
+            self._ranks_of_groups(spec), spec.groups_of_all,
+        )  # fmt: skip
+
+    def _ranks_of_groups(self, spec: MambaSpec) -> GatedNormRanks | None:
+        """Return the ranks that have parts of groups, whose columns are normalized together."""
+        if not spec.groups_of_all or not spec.has_norm:
+            return None
+        assert isinstance(self._builder, RankBuilder)
+        assert isinstance(self._builder.ranks, GatedNormRanks), "these ranks have no gated norm of groups"
+        return self._builder.ranks
 
     def _linear(self, use: str, prefix: str, names: list[str], spec: RecurrentSpec, biased: bool = False) -> Linear:
         shapes = spec.shapes(self._hidden)
@@ -140,6 +153,11 @@ class RecurrentWeights:
         """Return -exp(A_log), fp32, whichever of both a file has."""
         stored = self._weights.get(name, shape, torch.float32).flatten()
         return stored if is_ready else -stored.exp()
+
+
+def _output(spec: RecurrentSpec) -> str:
+    """Return what a builder calls the last linear: a rank of a divided layer has some of its columns."""
+    return "recurrent.output in parts" if spec.share.size > 1 else "recurrent.output"
 
 
 def scaled(linear: Linear, factors: Sequence[tuple[float, int]], builder: Builder) -> Linear:

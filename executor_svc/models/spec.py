@@ -155,7 +155,7 @@ class DecoderSpec:
         """The number of elements of embedding, head and linears: nearly all of the weights."""
         first = {layer: index for index, layer in enumerate(self.layers)}  # of thousands of layers few differ
         shapes = [(count, _layer_shapes(self, first[layer])) for layer, count in Counter(self.layers).items()]
-        shapes.append((1, dict(_end_shapes(self))))
+        shapes.append((1, dict(end_shapes(self))))
         return sum(count * rows * columns for count, each in shapes for rows, columns in each.values())
 
     @property
@@ -240,13 +240,14 @@ def bias_names(spec: DecoderSpec) -> list[list[list[str]]]:
 
 def linear_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name and shape [rows, columns] of each weight with two dimensions."""
-    yield from _end_shapes(spec)
+    yield from end_shapes(spec)
     for index in range(spec.num_layers):
         for name, shape in _layer_shapes(spec, index).items():
             yield f"model.layers.{index}.{name}.weight", shape
 
 
-def _end_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+def end_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+    """As `linear_shapes`, of those that belong to no layer."""
     hidden, inputs = spec.hidden_size, spec.layer_inputs
     for module in (TABLE,) if spec.tied else (TABLE, HEAD):
         yield f"{module}.weight", (spec.vocab_size, hidden)

@@ -73,6 +73,8 @@ class Frame(IntEnum):
     """From rank 0: the rank may load."""
     PART = 19
     """Rows of an exchange."""
+    LAYERS = 20
+    """To a rank that starts, in JSON: the layers that rank 0's draft model or head has in its blocks."""
 
 
 class LinkClosed(Exception):

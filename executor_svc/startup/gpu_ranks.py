@@ -109,7 +109,8 @@ def build_first_on_gpus(config: ExecutorConfig, device: Device, leader: Leader) 
     except BaseException:
         leader.stop()
         raise
-    prints = fingerprint(replace(loaded, weights_digest=held.weights_digest), device, pools)
+    loaded = held.of_all(loaded)
+    prints = fingerprint(loaded, device, pools)
     limits = executor.limits
     _log.info(
         "model %s: %s on %d GPUs, %s, KV blocks of %d tokens: %d on the device, %d on the host",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psutil
@@ -12,6 +13,7 @@ import psutil
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import DraftLayers, KVCache
+from executor_svc.device.kv_layout import LayerKV
 from executor_svc.errors import StartError
 from executor_svc.models.loading import LoadedModel
 from executor_svc.startup.adapters import held_on_cpu
@@ -21,6 +23,7 @@ _EQUAL = {
     "model": "another config.json than rank 0 in --model (digest %s, not %s)",
     "isa": "the instruction set %s, and rank 0 %s: --cpu-isa gives all the same",
     "versions": "the libraries %s, and rank 0 %s",
+    "pages": "blocks of %s pages, a state's last, and rank 0 of %s",
 }
 """What must be the same at all ranks, and how a difference is told."""
 
@@ -36,6 +39,13 @@ class Held:
     weights_digest: bytes
     max_loaded: int
     """Adapters at most."""
+    weight_bytes: int
+    """Of all ranks together."""
+
+    def of_all(self, loaded: LoadedModel) -> LoadedModel:
+        """Return rank 0's model with the weights of all ranks."""
+        geometry = replace(loaded.geometry, weight_bytes=self.weight_bytes)
+        return replace(loaded, geometry=geometry, weights_digest=self.weights_digest)
 
 
 def held_by(loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | None, device: Device) -> dict[str, Any]:
@@ -44,10 +54,12 @@ def held_by(loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | 
         "model": loaded.spec_digest.hex(),
         "isa": device.isa,
         "versions": list(device.versions),
+        "pages": [*pools.layout.pages_per_block, pools.pages_per_state],
         "device": pools.num_device_blocks,
         "host": pools.num_host_blocks,
         "bytes": pools.bytes_per_block,
         "weights": loaded.weights_digest.hex(),
+        "weight_bytes": loaded.own_geometry.weight_bytes,
         "adapters": 0 if adapters is None else adapters.max_loaded,
     }
 
@@ -68,14 +80,15 @@ def least(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bytes": sum(each["bytes"] for each in ranks),
         "weights": hashlib.sha256(digests).hexdigest(),
         "adapters": min(each["adapters"] for each in ranks),
+        "weight_bytes": sum(each["weight_bytes"] for each in ranks),
     }
 
 
 def read_held(decided: dict[str, Any]) -> Held:
     """Return what `least` has decided."""
-    return Held(
-        decided["device"], decided["host"], decided["bytes"], bytes.fromhex(decided["weights"]), decided["adapters"]
-    )
+    digest = bytes.fromhex(decided["weights"])
+    counts = decided["device"], decided["host"], decided["bytes"]
+    return Held(*counts, digest, decided["adapters"], decided["weight_bytes"])
 
 
 def new_pools(
@@ -92,6 +105,22 @@ def new_pools(
     """
     others = device.free_memory_bytes() - own_memory(device, on_host)
     return device.new_kv_cache(loaded.own_geometry, config, others + held_on_cpu(adapters, device), draft)
+
+
+def told_layers(draft: DraftLayers | None) -> bytes:
+    """Return what `layers_beside` reads."""
+    return json.dumps([asdict(each) for each in (() if draft is None else draft.layers)]).encode()
+
+
+def layers_beside(loaded: LoadedModel, told: bytes) -> DraftLayers | None:
+    """Return the layers of rank 0's draft that another rank lays out, too, though it has none: None if it needs not.
+
+    Pages of layers with windows or states are as large as all of it asks for, and must be as many on all ranks. Where
+    all layers keep the same, a block is one page, whatever lies in it.
+    """
+    geometry, layers = loaded.own_geometry, [LayerKV(**each) for each in json.loads(told)]
+    alike = not any(geometry.windows) and not any(geometry.layer_states)
+    return None if alike or not layers else DraftLayers(tuple(layers), 0)
 
 
 def own_memory(device: Device, on_host: int) -> int:

@@ -9,7 +9,7 @@ import time
 from cadenza_common.telemetry.logs import report_error
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
-from executor_svc.device.kv_cache import KVCache
+from executor_svc.device.kv_cache import DraftLayers, KVCache
 from executor_svc.device.ranks import RankKernels
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.parallel.split import check_split
@@ -19,11 +19,12 @@ from executor_svc.ranks.connected import ConnectedRanks, introduction
 from executor_svc.ranks.hosts.credentials import read_credentials
 from executor_svc.ranks.hosts.listener import Listener
 from executor_svc.ranks.hosts.places import RankPlace
+from executor_svc.ranks.links import Frame
 from executor_svc.ranks.members import EXIT_RANK, Members
 from executor_svc.ranks.processes import RankProcesses
 from executor_svc.ranks.steps import LeaderRanks
 from executor_svc.startup.adapters import max_loaded
-from executor_svc.startup.held import Held, held_by, least, own_memory, read_held
+from executor_svc.startup.held import Held, held_by, least, own_memory, read_held, told_layers
 from executor_svc.startup.rank_checks import check_ranks, ranks_on_host
 from executor_svc.startup.rank_kernels import make_ranks
 from executor_svc.worker.model_adapters import ModelAdapterLoader
@@ -48,6 +49,10 @@ class Leader:
         """Implements `models.loading.Join`."""
         check_split(spec, self._size)
         return make_ranks(self._device, 0, self._config, spec, self._members.exchanges, self._members.meet)
+
+    def tell_layers(self, draft: DraftLayers | None) -> None:
+        """Let the others know what a draft adds to this one's blocks; raises StartError."""
+        self._members.tell(Frame.LAYERS, told_layers(draft))
 
     def agree(self, loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | None) -> Held:
         """Return what all ranks hold: the fewest blocks, and one digest. Raises StartError."""

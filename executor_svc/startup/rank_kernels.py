@@ -12,6 +12,7 @@ from executor_svc.cpu.kernels.ranks.memory import ExchangeMemory, ExchangeSizes
 from executor_svc.device.interface import Device
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.base import ModelConfigError
+from executor_svc.models.parallel.recurrent import groups_in_parts
 from executor_svc.models.spec import DecoderSpec
 from executor_svc.ranks.members import Exchanges, SharedMemory
 
@@ -40,6 +41,11 @@ def make_ranks(
             raise ModelConfigError("mixtures of experts are not divided among GPUs so far")
         if spec.head_norms == "all heads":
             raise ModelConfigError("q_norm and k_norm normalize all heads together, which GPUs have parts of")
+        if (groups := groups_in_parts(spec, share.size)) is not None:
+            raise ModelConfigError(
+                f"mamba_n_groups {groups}: each group has a norm, of which {share.size} GPUs would have parts: that is "
+                "not supported so far"
+            )
         assert isinstance(exchanges, SharedMemory)
         return ranks_on_gpus(device, share, exchanges.descriptor)
     kernels, sizes = device.kernels, sizes_of(config, spec)

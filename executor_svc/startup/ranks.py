@@ -28,7 +28,7 @@ from executor_svc.startup.executors import make_device
 from executor_svc.startup.fingerprint import fingerprint
 from executor_svc.startup.gpu_ranks import build_first_on_gpus, build_member_on_gpus
 from executor_svc.startup.grammars import find_grammars, with_grammars
-from executor_svc.startup.held import fewest_blocks, held_by, limit_adapters, new_pools, read_held
+from executor_svc.startup.held import fewest_blocks, held_by, layers_beside, limit_adapters, new_pools, read_held
 from executor_svc.startup.leader import Leader
 from executor_svc.startup.rank_checks import RanksError, ranks_on_host, threads_of
 from executor_svc.startup.rank_kernels import make_ranks
@@ -66,6 +66,7 @@ def build_divided(
         adapters = leader.make_adapters(loaded)
         draft = load_speculative_model(config, device, loaded)
         layers = None if draft is None else draft.layers
+        leader.tell_layers(layers)
         pools = new_pools(loaded, device, config, adapters, ranks_on_host(config, place), layers)
         held = leader.agree(loaded, pools, adapters)
         pools = fewest_blocks(pools, held, loaded, device, config, layers)
@@ -84,7 +85,8 @@ def build_divided(
     source = drafts or with_grammars(make_draft_source(config, limits, draft, device, pools, runner), grammars)
     shared = None if source is None else LeaderDrafts(source, ranks)
     executor = StepExecutor(runner, pools, limits, drafts=shared, adapters=adapters, ranks=ranks, grammars=grammars)
-    prints = fingerprint(replace(loaded, weights_digest=held.weights_digest), device, pools, engine)
+    loaded = held.of_all(loaded)
+    prints = fingerprint(loaded, device, pools, engine)
     _log.info(
         "model %s: %s in %d ranks of %d threads, %s, KV blocks of %d tokens: %d on the device, %d on the host",
         loaded.geometry.name, loaded.geometry.architecture, config.tensor_parallel_size, device.num_threads,
@@ -117,10 +119,11 @@ def build_member(config: ExecutorConfig, joined: Joined) -> tuple[StepExecutor |
 
     loaded = load_model(config, device, adapter_sizes(config, device), join)
     adapters = make_adapters(config, device, loaded, joined.on_host)
-    pools = new_pools(loaded, device, config, adapters, joined.on_host)
+    layers = layers_beside(loaded, joined.expect(Frame.LAYERS))
+    pools = new_pools(loaded, device, config, adapters, joined.on_host, layers)
     joined.link.send(Frame.HELD, json.dumps(held_by(loaded, pools, adapters, device)).encode())
     held = read_held(json.loads(joined.expect(Frame.SIZES)))
-    pools = fewest_blocks(pools, held, loaded, device, config)
+    pools = fewest_blocks(pools, held, loaded, device, config, layers)
     limit_adapters(adapters, held)
     # Rank 0 has the masks, and says whether plans may have grammars.
     limits = replace(with_adapters(limits_of(config, loaded.geometry, pools), adapters), has_grammars=True)

@@ -30,7 +30,7 @@ STRUCTURED = SamplingParams(seed=2, structured_outputs={"regex": r"(\[[a-e]{1,9}
 PENALISED = SamplingParams(seed=3, ignore_eos=True, frequency_penalty=0.5, temperature=0.8, max_tokens=20)
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2_moe", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3_5_moe_text", marks=pytest.mark.long)])
 def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(folder, request.param, tokenizer=True, vocab_size=VOCAB, max_position_embeddings=4096)

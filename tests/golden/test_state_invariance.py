@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from executor_svc.config import ExecutorConfig
+from executor_svc.models.heads.mtp_loading import load_mtp
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS, Model
-from tests.golden.invariance import ALONE, SETTINGS, Golden, kept_outcome, load, run
+from tests.golden.invariance import ALONE, SETTINGS, VOCAB_SIZE, Golden, kept_outcome, known_texts, load, run
 from tests.golden.test_window_invariance import check
 from tests.helpers.core.core_chats import Outcome, Setting
 from tests.helpers.core.core_model import Rig
+from tests.helpers.executor.known_drafts import KnownDrafts
 from tests.helpers.executor.rank_threads import RankThreads
 from tests.helpers.marks import short_and_long
+from tests.helpers.models.qwen_mtp import make_qwen_mtp
 
 FAMILIES = ("lfm2", "qwen3_5_delta", "granite_h", "falcon_h1", "nemotron_h", "kimi_linear")
 """Short convolutions, gated delta rules, Mamba-2 with experts, beside attention, and with MLPs of their own, KDA."""
@@ -108,16 +113,41 @@ def test_a_state_of_another_position_is_found_out(golden: Golden, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "golden", short_and_long(list(FAMILIES), ["lfm2", "kimi_linear"]), indirect=True, scope="module"
+    ("golden", "name"),
+    short_and_long(
+        [(family, name) for family in FAMILIES for name in ("drafts, swap", "cached in the host pool", "recompute")],
+        [("lfm2", "drafts, swap"), ("granite_h", "drafts, swap"), ("qwen3_5_delta", "cached in the host pool")],
+    ),
+    indirect=["golden"],
+    scope="module",
 )
-def test_same_bits_in_two_ranks(golden: Golden) -> None:
-    """Each has all states, and some of the heads of attention: no cut shows, though sums are others than alone."""
-    outcomes = []
-    for name in (None, "drafts, swap"):
-        ranks = RankThreads(golden.folder, 2, {"dtype": "float32"})
-        setting = ALONE if name is None else replace(setting_of(name), max_drafts=0, happens=frozenset())
-        try:
-            outcomes.append(Rig(ranks.first, setting, ranks=ranks).run(load()))
-        finally:
-            ranks.stop()
-    check(*outcomes)
+def test_same_bits_in_two_ranks(golden: Golden, name: str) -> None:
+    """Each has a part of all states: no cut, move or copy shows, though sums are others than alone."""
+    ranks = RankThreads(golden.folder, 2, {"dtype": "float32"})
+    try:
+        expected = Rig(ranks.first, ALONE, ranks=ranks).run(load())
+        setting, drafts = setting_of(name), None
+        if setting.max_drafts:
+            drafts = KnownDrafts(known_texts(expected), VOCAB_SIZE, acceptance=0.8)
+        rig = Rig(ranks.first, setting, drafts, ranks=ranks)
+        found = rig.run(load())
+    finally:
+        ranks.stop()
+    check(expected, found)
+    assert setting.happens <= rig.happened.keys()
+    assert expected != golden.expected, "sums are in another order"
+
+
+def test_same_bits_in_two_ranks_with_a_head(tmp_path: Path) -> None:
+    """Rank 0 alone has the head's keys and values in its blocks; all have as many pages."""
+    folder = make_qwen_mtp(tmp_path, "qwen3_5_delta")
+    ranks = RankThreads(folder, 2, {"dtype": "float32"})
+    first = ranks.first
+    head = load_mtp(ExecutorConfig(**{**first.options, "speculative": "mtp"}), first.device, first.loaded)
+    try:
+        expected = Rig(first, ALONE, ranks=ranks).run(load())
+        rig = Rig(first, setting_of("drafts, swap"), draft_model=head, ranks=ranks)
+        check(expected, rig.run(load()))
+    finally:
+        ranks.stop()
+    assert sum(rig.core.lanes[0].counts.drafts.drafted)

@@ -20,6 +20,7 @@ from tests.helpers.models.eagle3_heads import HeadShape, make_head
 from tests.helpers.models.golden import random_prompts, transformers_greedy, transformers_model
 from tests.helpers.models.mtp_heads import make_mimo
 from tests.helpers.models.peft_adapters import save_peft_adapter
+from tests.helpers.models.qwen_mtp import make_qwen_mtp
 from tests.helpers.service_process import service_process
 
 NEW_TOKENS = 16
@@ -70,14 +71,17 @@ def test_tokens_of_a_mixture_with_an_adapter_and_drafts(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", short_and_long(["mtp", "eagle3"], ["eagle3"]))
+@pytest.mark.parametrize("kind", short_and_long(["mtp", "mtp of a hybrid", "eagle3"], ["mtp of a hybrid"]))
 def test_tokens_with_drafts_of_a_head(tmp_path: Path, kind: str) -> None:
     """Rank 0 runs the head, with the whole table and linear to logits of a model that is divided."""
     prompts = [*random_prompts(131, (1, 40)), [9, 8, 7, 6] * 8]
     base = make_checkpoint(tmp_path / "qwen2", "qwen2", use_sliding_window=False)
     expected = [transformers_greedy(transformers_model(base), prompt, NEW_TOKENS).tokens for prompt in prompts]
-    options: dict[str, Any] = {"speculative": kind}
-    if kind == "mtp":
+    options: dict[str, Any] = {"speculative": kind.split()[0]}
+    if kind == "mtp of a hybrid":
+        base = make_qwen_mtp(tmp_path / "qwen3_5", "qwen3_5_delta")
+        expected = [transformers_greedy(transformers_model(base), prompt, NEW_TOKENS).tokens for prompt in prompts]
+    elif kind == "mtp":
         base = make_mimo(tmp_path / "mimo")
     else:
         shape = HeadShape(draft_vocab_size=131, own_embedding=False, own_head=False)

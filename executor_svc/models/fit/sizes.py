@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,20 @@ class WindowKV:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """A tensor of a file."""
+
+    name: str
+    kind: str
+    """The format."""
+    num_bytes: int
+    """In memory."""
+    is_expert: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of a model on the CPU."""
+    """The sizes of a model on the CPU; of one that is divided, those of one rank."""
 
     family: str
     """As in config.json's model_type."""
@@ -90,6 +103,8 @@ class ModelSizes:
     """The recurrent state of a request, whatever its length."""
     mapped_bytes: int = 0
     """Of experts, where `--expert-weights mapped` can leave them in their files; 0: it cannot."""
+    num_ranks: int = 1
+    """That each have as much."""
 
     @property
     def weight_bytes(self) -> int:
@@ -109,8 +124,8 @@ class ModelSizes:
         return next(iter(self.weights), "")
 
 
-def read_sizes(path: Path) -> ModelSizes:
-    """Return the sizes of a folder or GGUF file; raises LoaderError."""
+def read_sizes(path: Path, num_ranks: int = 1) -> ModelSizes:
+    """Return the sizes of a folder or GGUF file, or of one of several ranks; raises LoaderError."""
     gguf = gguf_of(str(path))
     try:
         content = read_json(path, "config.json", required=True) if gguf is None else _content(gguf)
@@ -120,14 +135,20 @@ def read_sizes(path: Path) -> ModelSizes:
     sizes = content | nested if isinstance(nested, dict) else content
     dtype = "bfloat16" if "bfloat16" in str(sizes.get("dtype") or sizes.get("torch_dtype")) else "float32"
     item = 2 if dtype == "bfloat16" else 4
-    weights, by_type = _folder_weights(path, item) if gguf is None else _gguf_weights(gguf, item)
+    tensors = _folder_tensors(path, item) if gguf is None else _gguf_tensors(gguf, item)
+    if num_ranks > 1:
+        # Imported here: it takes seconds.
+        from executor_svc.models.fit.layers import of_one_rank
+
+        tensors = of_one_rank(path, content, tensors, num_ranks, gguf)
+    weights, by_type = _by_format(tensors), _by_format([each for each in tensors if each.is_expert])
     experts = sum(by_type.values())
     in_files = {*READ_IN_FILES} - {"F32" if item == 2 else "BF16"} >= by_type.keys()  # dense ones in the model's dtype
     if gguf is None and content.get("model_type") == "gpt_oss":
         in_files = by_type.keys() == {"U8"}  # codes and scales of MXFP4
     elif gguf is None and content.get("model_type") in _TURNED:
         in_files = False
-    limit, bytes_of, state_bytes = _kv(content, sizes, item)
+    limit, bytes_of, state_bytes = _kv(content, sizes, item, num_ranks)
     return ModelSizes(
         str(content.get("model_type") or "unknown"),
         dict(sorted(weights.items(), key=lambda each: -each[1])),
@@ -138,16 +159,25 @@ def read_sizes(path: Path) -> ModelSizes:
         round(experts * (1 - _chosen_share(sizes))),
         state_bytes,
         experts if in_files else 0,
+        num_ranks,
     )
 
 
-def _kv(content: dict[str, Any], sizes: dict[str, Any], item: int) -> tuple[int, dict[int, int], int]:
+def _by_format(tensors: Iterable[StoredBytes]) -> dict[str, int]:
+    found = Counter[str]()
+    for each in tensors:
+        found[each.kind] += each.num_bytes
+    return dict(found)
+
+
+def _kv(content: dict[str, Any], sizes: dict[str, Any], item: int, num_ranks: int) -> tuple[int, dict[int, int], int]:
     """Return the longest context, by window, 0: none, the bytes that a token takes, and those of a request's state."""
-    if not all(sizes.get(name) for name in _ALIKE) or any(sizes.get(name) is not None for name in _UNLIKE):
+    unlike = not all(sizes.get(name) for name in _ALIKE) or any(sizes.get(name) is not None for name in _UNLIKE)
+    if unlike or num_ranks > 1:
         # Imported here: it takes seconds, and has to know the model's family.
         from executor_svc.models.fit.layers import read_kv
 
-        found = read_kv(content, item, BLOCK, _padded)
+        found = read_kv(content, item, BLOCK, _padded, num_ranks)
         if found is not None:
             return found
     num_layers = _integer(sizes, "num_hidden_layers", 1)
@@ -186,21 +216,18 @@ def _integer(sizes: dict[str, Any], name: str, default: int) -> int:
     return value if isinstance(value, int) and value > 0 else default
 
 
-def _gguf_weights(gguf: GgufFile, item: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes by format, and those of experts."""
-    found, experts = Counter[str](), Counter[str]()
+def _gguf_tensors(gguf: GgufFile, item: int) -> list[StoredBytes]:
+    found = []
     for name, tensor in gguf.tensors.items():
         dense = tensor.type.name in _DENSE or name.endswith(_OF_LATENTS)
         size = math.prod(tensor.shape) * item if dense else tensor.num_bytes
-        found[tensor.type.name] += size
-        if _EXPERTS_OF_GGUF in name and name.endswith(".weight"):
-            experts[tensor.type.name] += size
-    return dict(found), dict(experts)
+        is_expert = _EXPERTS_OF_GGUF in name and name.endswith(".weight")
+        found.append(StoredBytes(name, tensor.type.name, size, is_expert))
+    return found
 
 
-def _folder_weights(folder: Path, item: int) -> tuple[dict[str, int], dict[str, int]]:
-    """As `_gguf_weights`."""
-    found, experts = Counter[str](), Counter[str]()
+def _folder_tensors(folder: Path, item: int) -> list[StoredBytes]:
+    found = []
     files = find_weights(folder)
     for path in set(files.values()) if isinstance(files, dict) else {files}:
         try:
@@ -211,10 +238,8 @@ def _folder_weights(folder: Path, item: int) -> tuple[dict[str, int], dict[str, 
                     kind = tensor["dtype"]
                     dense = kind in _DENSE or name.endswith(_OF_LATENTS)
                     size = item if dense else _ITEM_BYTES.get(kind, 1)
-                    num_bytes = math.prod(tensor["shape"]) * size
-                    found[kind] += num_bytes
-                    if any(each in name for each in _EXPERTS) and not name.endswith("bias"):
-                        experts[kind] += num_bytes
+                    is_expert = any(each in name for each in _EXPERTS) and not name.endswith("bias")
+                    found.append(StoredBytes(name, kind, math.prod(tensor["shape"]) * size, is_expert))
         except (OSError, ValueError, LookupError, TypeError, MemoryError, OverflowError) as error:
             raise LoaderError(f"{path}: not a readable safetensors file: {error}") from error
-    return dict(found), dict(experts)
+    return found

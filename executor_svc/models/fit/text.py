@@ -29,9 +29,9 @@ class Room:
     """Whether experts stay in their files (`--expert-weights mapped`)."""
 
     def for_tokens(self, sizes: ModelSizes) -> int:
-        """Return the bytes for keys and values; below 0: not even the weights fit."""
+        """Return the bytes for keys and values, of each rank; below 0: not even the weights fit."""
         mapped = sizes.mapped_bytes if self.mapped else 0
-        room = int(self.share * self.free) - (sizes.weight_bytes - mapped)
+        room = int(self.share * self.free / sizes.num_ranks) - (sizes.weight_bytes - mapped)
         return max(room // 2, room - mapped) if mapped else room
 
     def fits(self, sizes: ModelSizes) -> bool:
@@ -42,12 +42,15 @@ class Room:
 def fit_lines(sizes: ModelSizes, room: Room) -> list[str]:
     """Return what the model takes, what there is, and what follows."""
     weights, length = sizes.weight_bytes, room.max_model_len or sizes.context_limit
+    ranks = sizes.num_ranks
+    on_each = f", on each of {ranks} ranks" if ranks > 1 else ""
     state = f"a state of {human(sizes.state_bytes)} a request" if sizes.state_bytes else "no state"
     formats = ", ".join(f"{kind} {human(size)}" for kind, size in sizes.weights.items())
     lines = [
-        f"weights: {human(weights)} ({formats})",
-        f"keys and values: {_of_tokens(sizes)} in {sizes.dtype}; {state} beside them",
-        f"memory: {human(room.free)} are free, and {room.share:.0%} of them for this model (--gpu-memory-utilization)",
+        f"weights: {human(weights)} ({formats}){on_each}",
+        f"keys and values: {_of_tokens(sizes)} in {sizes.dtype}; {state} beside them{on_each}",
+        f"memory: {human(room.free)} are free, and {room.share:.0%} of them for this model (--gpu-memory-utilization)"
+        f"{f', in equal parts for {ranks} ranks' if ranks > 1 else ''}",
     ]
     if room.mapped and sizes.mapped_bytes:
         held = weights - sizes.mapped_bytes
@@ -56,7 +59,7 @@ def fit_lines(sizes: ModelSizes, room: Room) -> list[str]:
             "the system reads those that are chosen, and keeps as many as there is room for beside keys and values"
         )
     if not room.fits(sizes):
-        needed = (weights + sizes.kv_of(BLOCK)) / room.share
+        needed = ranks * (weights + sizes.kv_of(BLOCK)) / room.share
         lines.append(f"it does not fit: {human(needed)} would have to be free, or a smaller model or quantization")
         if not room.mapped and sizes.mapped_bytes and replace(room, mapped=True).fits(sizes):
             lines.append(
@@ -73,7 +76,7 @@ def fit_lines(sizes: ModelSizes, room: Room) -> list[str]:
         f"(--max-num-seqs) with {together} tokens together"
     )
     if room.read_rate is not None:
-        read = weights - sizes.unread_bytes
+        read = ranks * (weights - sizes.unread_bytes)
         which = "all weights" if not sizes.unread_bytes else f"{human(read)} of weights, those of its experts"
         lines.append(
             f"expected speed: about {room.read_rate / read:.1f} tokens/s at most for one request: each token reads "
@@ -102,14 +105,17 @@ def _most_tokens(sizes: ModelSizes, room: Room, requests: int, length: int) -> i
     return least
 
 
-def fit_sentence(path: Path, free: int, config: ExecutorConfig | None = None) -> str:
-    """Return the same for the end of an error's sentence; empty for a model whose headers cannot be read."""
+def fit_sentence(path: Path, free: int, config: ExecutorConfig | None = None, num_ranks: int = 1) -> str:
+    """Return the same for the end of an error's sentence; empty for a model whose headers cannot be read.
+
+    free: for all num_ranks of this machine together.
+    """
     room = Room(free)
     if config is not None:
         share = config.gpu_memory_utilization or CPU_MEMORY_SHARE
         mapped = config.expert_weights == "mapped"
         room = Room(free, share, config.max_num_seqs, config.max_model_len, mapped=mapped)
     try:
-        return "; " + "; ".join(fit_lines(read_sizes(path), room))
+        return "; " + "; ".join(fit_lines(read_sizes(path, num_ranks), room))
     except LoaderError:
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.block_types import BLOCK_TYPES, DENSE_TYPES
 from executor_svc.models.gguf.tensor_names import TensorNames, halves
 from executor_svc.models.named_weights import Weights
+from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.part_of_file import PartOfFile
 from executor_svc.models.parallel.part_tensors import Cut
-from executor_svc.models.parallel.split import Part
 from executor_svc.models.safetensors_file import StoredTensor, is_same_content
 from executor_svc.models.spec import HEAD, TABLE
 
@@ -93,20 +94,18 @@ class GgufWeights(Weights):
         absent = self._is_absent_bias(name)
         stored, head_rows = None if absent else _dense(self._tensor(name, shape)), self._names.head_rows(name)
         content = ContentDigest(f"{name} {list(shape)} {part} {self._dtype}")
-        for chosen in part.ranges:
-            if stored is None:
-                blocks = iter(torch.zeros(len(chosen)).split(rows))
-            elif part.of_columns:
-                blocks = stored.column_blocks(chosen, rows)
-            elif head_rows is None:
-                blocks = stored.row_blocks(chosen, rows)
-            else:
-                blocks = _halves_of(stored.rows_alone(chosen), head_rows, rows)
-            for read in blocks:
-                block = read.to(self._dtype)
-                self._check_finite(name, block)
-                content.update(block)
-                yield block
+        if stored is None:
+            blocks = iter(torch.zeros(part.count).split(rows))
+        elif head_rows is None or part.of_columns:
+            blocks = Cut(1 if part.of_columns else 0, part.ranges).blocks(stored, rows)
+        else:
+            heads = (_halves_of(stored.rows_alone(chosen), head_rows, rows) for chosen in part.ranges)
+            blocks = chain.from_iterable(heads)
+        for read in blocks:
+            block = read.to(self._dtype)
+            self._check_finite(name, block)
+            content.update(block)
+            yield block
         self._add(name, shape, content.digest())
 
     def open_linear_part(self, prefix: str, whole: QuantRows, expected: QuantRows, part: Part) -> QuantRows:

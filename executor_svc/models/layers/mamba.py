@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from executor_svc.device.kernels import Linear
+from executor_svc.device.ranks import GatedNormRanks
 from executor_svc.device.states import GatedNormKind, StateKernels, StateMemory, StatePlan
 from executor_svc.plan.state_sizes import MambaState
 
@@ -40,10 +41,16 @@ class Mamba:
         norm: GatedNormKind,
         output: Linear,
         kernels: StateKernels,
+        ranks: GatedNormRanks | None = None,
+        groups_of_all: int = 0,
     ) -> None:
-        """limits: of dt; eps, norm: of the norm of each group's columns."""
+        """limits: of dt; eps, norm: of the norm of each group's columns.
+
+        ranks, groups_of_all: those that have parts of groups, which are normalized together, and how many there are.
+        """
         self._shape, self._into, self._tensors, self._limits = shape, into, tensors, limits
         self._eps, self._norm, self._output, self._kernels = eps, norm, output, kernels
+        self._ranks, self._groups_of_all = ranks, groups_of_all
         self._inner = shape.heads * shape.head_size
         self._channels = self._inner + 2 * shape.groups * shape.state_size
 
@@ -67,6 +74,8 @@ class Mamba:
 
     def _gated(self, mixed: Tensor, found: Tensor) -> Tensor:
         kernels, inner, norm = self._kernels, self._inner, self._tensors.norm
+        if norm is not None and self._ranks is not None:
+            return self._ranks.norm_groups(mixed, found, norm, self._eps, self._groups_of_all, self._norm)
         if norm is not None:
             return kernels.gated_norm(mixed, found, 0, norm, self._eps, inner // self._shape.groups, self._norm)
         both = kernels.new_rows("gate of mamba", len(mixed), 2 * inner, mixed.dtype)

@@ -14,12 +14,12 @@ class ShortConv:
     def __init__(
         self, into: Linear, weight: Tensor, bias: Tensor | None, output: Linear, kernels: StateKernels
     ) -> None:
-        """weight: of the convolution, [taps, hidden]; bias: [hidden]."""
+        """weight: of the convolution, [taps, channels]; bias: [channels]."""
         self._into, self._weight, self._bias, self._output, self._kernels = into, weight, bias, output, kernels
 
     def __call__(self, x: Tensor, memory: StateMemory, plan: StatePlan) -> Tensor:
         """Return [T, hidden] for x [T, hidden]; memory: the layer's, of the states of the step's sequences."""
-        kernels, size = self._kernels, x.shape[1]
+        kernels, size = self._kernels, self._weight.shape[1]
         found = self._into(x)
         inner = kernels.multiply(found[:, :size], found, 2 * size)
         convolved = kernels.causal_conv(inner, 0, self._weight, self._bias, False, memory, plan)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from executor_svc.models.parallel.split import Part
+from executor_svc.models.parallel.part import Part
 
 
 class PartReader(Protocol):

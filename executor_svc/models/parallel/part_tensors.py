@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.stored_linear import QuantRows
-from executor_svc.models.parallel.split import Part
+from executor_svc.models.parallel.part import Part
 from executor_svc.models.quantized.rows import LazyRows, row_ranges
 from executor_svc.models.quantized.tensors import CheckpointTensors
 from executor_svc.models.safetensors_file import StoredTensor, TensorRows

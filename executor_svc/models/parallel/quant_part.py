@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.parallel.split import Part
+from executor_svc.models.parallel.part import Part
 
 
 class QuantPart:
@@ -39,9 +39,8 @@ class QuantPart:
     def blocks(self, num_bytes: int, multiple: int) -> Iterator[QuantBlock]:
         """As in `QuantRows`."""
         if self._part.of_columns:
-            (columns,) = self._part.ranges
             for block in self._stored.blocks(num_bytes, multiple):
-                yield _columns_of(block, columns, self._part.total)
+                yield _columns_of(block, self._part)
             return
         held: QuantBlock | None = None
         for chosen in self._chosen(num_bytes, multiple):
@@ -66,21 +65,20 @@ def _format_of_columns(name: str, kind: QuantFormat, columns: int, part: Part) -
     if kind.group == columns:  # a scale for each row
         return replace(kind, group=part.count)
     unit = kind.super_group or kind.group
-    (chosen,) = part.ranges
-    if chosen.start % unit or len(chosen) % unit:
+    if any(edge % unit for chosen in part.ranges for edge in (chosen.start, chosen.stop)):
         raise ModelConfigError(
             f"{name}: {kind.name} has a scale for {unit} columns, and ranks have {part.count} of {columns} columns each"
         )
     return kind
 
 
-def _columns_of(block: QuantBlock, columns: range, total: int) -> QuantBlock:
+def _columns_of(block: QuantBlock, part: Part) -> QuantBlock:
     def take(tensor: Tensor) -> Tensor:
         """Return these columns of codes, or of what several columns share."""
-        each = total // tensor.shape[1]
-        if each == total:
+        each = part.total // tensor.shape[1]
+        if each == part.total:
             return tensor
-        return tensor[:, columns.start // each : columns.stop // each].contiguous()
+        return torch.cat([tensor[:, columns.start // each : columns.stop // each] for columns in part.ranges], 1)
 
     return _each(take, block)
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from executor_svc.device.ranks import Share
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import StoredWeight, WeightSource
+from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.quant_part import QuantPart
-from executor_svc.models.parallel.split import Part, part_of
+from executor_svc.models.parallel.split import part_of
 from executor_svc.models.spec import DecoderSpec
 
 
@@ -47,11 +48,15 @@ class RankSource:
         return self._open_part(f"{prefix}.weight", (rows, columns), part, stored)
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """As in `WeightSource`; shape as in `open`; in another dtype than the model's it is no tensor of parts."""
+        """As in `WeightSource`; shape as in `open`; in another dtype than the model's it is cut in memory."""
         if dtype is None:
             return self.open(name, shape).whole()
-        assert part_of(name.rpartition(".")[0], self._spec, self._share) is None
-        return self._source.get(name, shape, dtype)
+        part = part_of(name, self._spec, self._share)
+        if part is None:
+            assert part_of(name.rpartition(".")[0], self._spec, self._share) is None
+            return self._source.get(name, shape, dtype)
+        found = self._source.get(name, (*shape[: part.axis], part.total, *shape[part.axis + 1 :]), dtype)
+        return torch.cat([found.narrow(part.axis, each.start, len(each)) for each in part.ranges], part.axis)
 
     def _open_part(
         self, name: str, shape: tuple[int, ...], part: Part, stored: StoredWeight | None = None
@@ -91,9 +96,7 @@ class StoredPart:
     def blocks(self, rows: int) -> Iterator[Tensor]:
         """As in `StoredWeight`: blocks of `rows` rows, the last perhaps smaller."""
         if self.part.of_columns:
-            (columns,) = self.part.ranges
-            for block in self.stored.blocks(rows):
-                yield block[:, columns.start : columns.stop].contiguous()
+            yield from (self._columns(block) for block in self.stored.blocks(rows))
             return
         held: Tensor | None = None
         for chosen in self._chosen(rows):
@@ -108,9 +111,11 @@ class StoredPart:
         """As in `StoredWeight`."""
         whole = self.stored.whole()
         if self.part.of_columns:
-            (columns,) = self.part.ranges
-            return whole[:, columns.start : columns.stop].contiguous()
+            return self._columns(whole)
         return torch.cat([whole[rows.start : rows.stop] for rows in self.part.ranges])
+
+    def _columns(self, block: Tensor) -> Tensor:
+        return torch.cat([block[:, columns.start : columns.stop] for columns in self.part.ranges], 1)
 
     def _chosen(self, rows: int) -> Iterator[Tensor]:
         """Yield this part's rows of each block of the whole."""

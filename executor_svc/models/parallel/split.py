@@ -1,42 +1,24 @@
 """How a decoder is divided among ranks: heads, MLP and vocabulary (Shoeybi et al., 2019, arXiv 1909.08053).
 
-Experts are whole on one rank each. Recurrent layers, and their states, are whole on every rank: all compute the same.
+Experts are whole on one rank each. `parallel.recurrent` divides recurrent layers, and their states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from executor_svc.device.ranks import Share
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.spec import HEAD, LAYER_TABLE, TABLE, DecoderSpec, LayerSizes, shapes_of_expert
+from executor_svc.models.parallel.part import Part
+from executor_svc.models.parallel.recurrent import own_recurrence, parts_of
+from executor_svc.models.spec import HEAD, LAYER_TABLE, TABLE, DecoderSpec, LayerSizes, end_shapes, shapes_of_expert
 
-ROW_PARALLEL = ("attention.output", "mlp.down")
+ROW_PARALLEL = ("attention.output", "mlp.down", "recurrent.output in parts")
 """Linears of which a rank has columns: the results of all ranks are summed."""
 PARTIAL = "shared.down"
 """Likewise, but what a rank's experts give is added before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows or columns of a weight [rows, columns], or of a bias [rows]."""
-
-    ranges: tuple[range, ...]
-    """Ascending; of columns there is one."""
-    of_columns: bool
-    total: int
-    """Rows, or columns, of the whole."""
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.ranges))
-
-    def shape_of(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this part of a tensor."""
-        rows, *columns = whole
-        return (rows, self.count) if self.of_columns else (self.count, *columns)
 
 
 def check_split(spec: DecoderSpec, size: int) -> None:
@@ -70,6 +52,7 @@ def spec_of(spec: DecoderSpec, share: Share) -> DecoderSpec:
         replace(
             each,
             sizes=each.sizes and _sizes_of(each.sizes, share),
+            recurrent=each.recurrent and own_recurrence(each.recurrent, spec.hidden_size, share),
             experts=each.experts
             and replace(each.experts, share=share, shared_size=each.experts.shared_size // share.size),
         )
@@ -92,7 +75,7 @@ def _sizes_of(sizes: LayerSizes, share: Share) -> LayerSizes:
 def part_of(name: str, spec: DecoderSpec, share: Share) -> Part | None:
     """Return a rank's part of the tensors of a module, such as model.layers.0.mlp.up_proj; None: it has the whole.
 
-    spec: of the whole model.
+    Also of a tensor of a recurrent layer that belongs to no module, by its own name. spec: of the whole model.
     """
     if name in (TABLE, HEAD):
         return Part((share.of(spec.vocab_size),), False, spec.vocab_size)
@@ -105,6 +88,9 @@ def part_of(name: str, spec: DecoderSpec, share: Share) -> Part | None:
 
 def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) -> Part | None:
     """Return a rank's part of the tensors of a layer's module."""
+    recurrent = spec.layers[index].recurrent
+    if recurrent is not None and (part := parts_of(recurrent, spec.hidden_size, share).get(module)) is not None:
+        return part
     if spec.layers[index].has_attention:
         part = _part_of_attention(module, index, spec, share)
         if part is not None:
@@ -118,7 +104,7 @@ def _part_of_module(module: str, index: int, spec: DecoderSpec, share: Share) ->
 
 def _part_of_attention(module: str, index: int, spec: DecoderSpec, share: Share) -> Part | None:
     sizes, names = spec.sizes(index), spec.names
-    if module == "self_attn":  # its sinks
+    if module in ("self_attn", names.head_gate):  # sinks, or a gate: one row for each head
         return Part((share.of(spec.num_heads),), False, spec.num_heads)
     latent = spec.layers[index].latent
     if latent is not None and (size := latent.rows_by_head(spec.names.output).get(module)) is not None:
@@ -148,6 +134,18 @@ def _part_of_mlp(module: str, into: tuple[str, ...], down: str, size: int, num_i
     if module not in into:
         return None
     return _part_of_rows(into.index(module), len(into), (size,) * num_into, (inner,) * num_into)
+
+
+def num_own_elements(spec: DecoderSpec, share: Share) -> int:
+    """Return the number of elements of a rank's linears and tables, as `DecoderSpec.num_linear_elements` of all.
+
+    spec: of the whole model.
+    """
+    found = spec_of(spec, share).num_linear_elements
+    for name, (rows, columns) in end_shapes(spec):
+        part = part_of(name.removesuffix(".weight"), spec, share)
+        found -= 0 if part is None else (rows - part.count) * columns
+    return found
 
 
 def linears_elsewhere(spec: DecoderSpec, share: Share) -> Iterator[tuple[str, tuple[int, int], bool]]:

@@ -121,6 +121,15 @@ def test_what_does_not_fit(call: Callable[..., str], monkeypatch: pytest.MonkeyP
     )
 
 
+def test_what_ranks_take(call: Callable[..., str]) -> None:
+    assert "weights: 3.5 MB (BF16 3.5 MB), on each of 2 ranks" in call("fit", str(DEMO), "--tensor-parallel-size", "2")
+    refused = call("fit", str(DEMO), "--tensor-parallel-size", "5", code=2)
+    assert "--tensor-parallel-size 5: intermediate_size 704 cannot be divided among 5 ranks" in refused
+    assert "option tensor_parallel_size: 0 is out of range" in call(
+        "fit", str(DEMO), "--tensor-parallel-size", "0", code=2
+    )
+
+
 @pytest.mark.slow
 def test_a_server_of_a_hub_model(hub: FakeHub, tmp_path: Path) -> None:
     environment = {

@@ -6,7 +6,7 @@ Where there are two GPUs NCCL joins them; under Triton's interpreter gloo does, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,15 @@ def _processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-async def outputs(folder: Path, device: str, **options: Any) -> list[RequestOutput]:
+async def outputs(
+    folder: Path, device: str, requests: Sequence[tuple[list[int], SamplingParams]] = REQUESTS, **options: Any
+) -> list[RequestOutput]:
     gate = Gate()
     async with (
         cadenza_services(folder, gate=gate, device=device, scheduler={"preemption": "swap"}, **LIMITS | options) as up,
         AsyncClient(up.target) as client,
     ):
-        prompts, params = zip(*REQUESTS, strict=True)
+        prompts, params = zip(*requests, strict=True)
         found = await gate.generate(client, prompts, params)
         await up.wait_until_free()
     return found
@@ -103,6 +105,22 @@ async def test_tokens_and_logprobs_are_those_of_the_cpu(tmp_path: Path, speculat
             assert (row is None) == (other_row is None)
             for token, logprob in (row or {}).items():
                 assert logprob.logprob == pytest.approx((other_row or {})[token].logprob, abs=1e-4)
+
+
+@needs_two
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_delta"])
+async def test_recurrent_layers_are_divided(tmp_path: Path, family: str) -> None:
+    """Greedy tokens are those of the CPU, which has the layers whole."""
+    folder, requests = make_checkpoint(tmp_path, family), (REQUESTS[0], REQUESTS[3])
+    sizes = {"num_gpu_blocks": 40, "dtype": "float32"}
+    expected, found = [
+        await outputs(folder, device, requests, tensor_parallel_size=size, **sizes)
+        for device, size in (("cpu", 1), ("cuda", 2))
+    ]
+    for one, other in zip(found, expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
 
 
 def test_kernels_of_ranks(device: torch.device) -> None:

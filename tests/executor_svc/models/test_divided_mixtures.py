@@ -172,10 +172,12 @@ def test_what_cannot_be_divided(family: str, change: dict[str, Any], size: int, 
     [
         ("qwen3_moe", "mixtures of experts are not divided among GPUs so far"),
         ("olmo2", "q_norm and k_norm normalize all heads together, which GPUs have parts of"),
+        ("granite_h", "mamba_n_groups 1: each group has a norm, of which 2 GPUs would have parts"),
     ],
 )
 def test_what_gpus_do_not_divide(family: str, message: str) -> None:
     device: Any = SimpleNamespace(name="cuda")
     config = ExecutorConfig(model="any", device="cuda", tensor_parallel_size=2)
+    fields = {"num_local_experts": 0, "mamba_n_groups": 1} if family == "granite_h" else {}
     with pytest.raises(ModelConfigError, match=message):
-        make_ranks(device, 0, config, read(family), SharedMemory(-1), lambda size: None)
+        make_ranks(device, 0, config, read(family, **fields), SharedMemory(-1), lambda size: None)

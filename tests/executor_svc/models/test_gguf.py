@@ -22,7 +22,7 @@ from executor_svc.models.folder import LoaderError, check_files, tokenizer_of
 from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from executor_svc.models.gguf.tensor_names import TensorNames, halves
 from executor_svc.models.gguf.weights import GgufRows, GgufWeights
-from executor_svc.models.parallel.split import Part
+from executor_svc.models.parallel.part import Part
 from executor_svc.models.safetensors_file import StoredTensor
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model

@@ -19,9 +19,10 @@ from executor_svc.device.stored_linear import QuantBlock, QuantFormat
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.folder import LoaderError
+from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.quant_part import QuantPart
 from executor_svc.models.parallel.source import StoredPart
-from executor_svc.models.parallel.split import Part, check_split, part_of
+from executor_svc.models.parallel.split import check_split, part_of
 from executor_svc.models.safetensors_file import StoredTensor
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor_svc.driver import Driver, Tokens

@@ -13,8 +13,8 @@ from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.gguf.tensor_names import TensorNames
 from executor_svc.models.gguf.weights import GgufWeights
+from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.quant_part import QuantPart
-from executor_svc.models.parallel.split import Part
 from executor_svc.models.safetensors_file import StoredTensor
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.models.test_quantized_files import CPU, FILES, IN_ANOTHER_ORDER, open_linear, open_weights

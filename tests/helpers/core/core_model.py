@@ -117,7 +117,8 @@ class Rig:
         loader = None if self.adapters is None else self.adapters.loader
         if self._ranks is None:
             return StepExecutor(runner, self.pools, limits, drafts=source, adapters=loader)
-        leader = self._ranks.start(self._config, limits)
+        draft = self._draft_model
+        leader = self._ranks.start(self._config, limits, None if draft is None else draft.layers)
         shared = None if source is None else LeaderDrafts(source, leader)
         return StepExecutor(runner, self.pools, limits, drafts=shared, adapters=loader, ranks=leader)
 

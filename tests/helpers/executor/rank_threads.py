@@ -22,6 +22,7 @@ from executor_svc.cpu.kernels.ranks.linked import LinkedRanks
 from executor_svc.cpu.kernels.ranks.memory import ExchangeMemory, ExchangeSizes
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.interface import Device
+from executor_svc.device.kv_cache import DraftLayers
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.models.loading import LoadedModel, load_model
@@ -38,6 +39,7 @@ from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.ranks.links import Link, LinkClosed
 from executor_svc.ranks.steps import LeaderRanks, MemberRanks
 from executor_svc.startup.executors import make_device
+from executor_svc.startup.held import layers_beside, told_layers
 from executor_svc.startup.member import follow
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
@@ -157,13 +159,17 @@ class RankThreads:
         """Rank 0's part."""
         return self.models[0]
 
-    def start(self, config: ExecutorConfig, limits: Limits) -> LeaderRanks:
-        """Start the other ranks anew, with pools of these sizes; returns rank 0's side of steps."""
+    def start(self, config: ExecutorConfig, limits: Limits, draft: DraftLayers | None = None) -> LeaderRanks:
+        """Start the other ranks anew, with pools of these sizes; returns rank 0's side of steps.
+
+        draft: of rank 0's draft model or head.
+        """
         self._stop_members()
         for rank, model in enumerate(self.models[1:], 1):
             ours, theirs = map(Link, socket.socketpair())
             self._links.append(ours)
-            given = model, config, limits, theirs, self._loaders[rank], self.prepare
+            layers = layers_beside(model.loaded, told_layers(draft))
+            given = model, config, limits, theirs, self._loaders[rank], self.prepare, layers
             self._threads.append(threading.Thread(target=_follow, args=given))
             self._threads[-1].start()
         ranks = self.first.loaded.ranks
@@ -225,8 +231,9 @@ def _follow(
     link: Link,
     loader: ModelAdapterLoader | None,
     prepare: Callable[[StepExecutor], None],
+    layers: DraftLayers | None,
 ) -> None:
-    pools = model.device.new_kv_cache(model.loaded.own_geometry, config)
+    pools = model.device.new_kv_cache(model.loaded.own_geometry, config, draft=layers)
     for layer in (*pools.layers, *pools.layout.views(pools.host)):
         layer.fill_(float("nan"))
     assert model.loaded.ranks is not None

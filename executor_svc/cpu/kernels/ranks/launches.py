@@ -10,17 +10,19 @@ from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host
 from executor_svc.cpu.kernels.ranks import kernels
+from executor_svc.cpu.kernels.ranks.gated_norms import norm_groups
 from executor_svc.cpu.kernels.ranks.head_norms import norm_all_heads
 from executor_svc.cpu.kernels.ranks.memory import LINE, ExchangeMemory
 from executor_svc.device.kernels import AttentionShape, HeadNorms
 from executor_svc.device.ranks import RankEmbedding, RankError, Share
+from executor_svc.device.states import GatedNormKind
 
 ALL = 1 << 40
 """More rows than there ever are: a launch has one item, and the item does all rows."""
 
 
 class CpuRanks:
-    """Implements `device.ranks.HeadNormRanks`."""
+    """Implements `device.ranks.HeadNormRanks` and `GatedNormRanks`."""
 
     def __init__(self, share: Share, own: CpuKernels, memory: ExchangeMemory) -> None:
         """own: the kernels of this rank's model."""
@@ -54,6 +56,12 @@ class CpuRanks:
     def norm_all_heads(self, qkv: Tensor, norms: HeadNorms, shape: AttentionShape) -> Tensor:
         """As in `HeadNormRanks`."""
         return norm_all_heads(self._own.host, self, qkv, norms, shape)
+
+    def norm_groups(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, kind: GatedNormKind
+    ) -> Tensor:
+        """As in `GatedNormRanks`."""
+        return norm_groups(self._own.host, self, x, gate, weight, eps, groups, kind)
 
     def embed(self, table: RankEmbedding, first: int, count: int, token_ids: Tensor, scale: float) -> Tensor:
         """As in `RankKernels`."""

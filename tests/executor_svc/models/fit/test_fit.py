@@ -11,15 +11,19 @@ import pytest
 from gguf import GGMLQuantizationType
 from safetensors import safe_open
 
+from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.kernels.quantized.files.block_types import READERS
 from executor_svc.cpu.kernels.quantized.files.panels import DENSE
 from executor_svc.models.fit import read_rate as rates
 from executor_svc.models.fit.layers import read_kv
 from executor_svc.models.fit.sizes import READ_IN_FILES, ModelSizes, WindowKV, read_sizes
 from executor_svc.models.fit.text import Room, fit_lines, fit_sentence
+from executor_svc.models.folder import LoaderError
+from executor_svc.models.parallel.recurrent import is_divided
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.golden.test_mixtures import CASES
+from tests.helpers.executor.rank_threads import RankThreads
 from tests.helpers.models.gguf_files import all_of, write_gguf
 from tests.helpers.models.peft_adapters import spec_of
 from tests.helpers.paths import ROOT
@@ -123,6 +127,51 @@ def test_a_request_takes_what_the_pool_gives_it(tmp_path: Path, family: str) -> 
     assert sizes.context_limit == model.loaded.geometry.max_model_len
     assert (sizes.windows != ()) == (max(layout.windows) > 0)
     assert (sizes.kv_bytes > 0) == (0 in layout.windows)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("lfm2", 4), ("granite_h", 2), ("qwen3_5_moe_text", 4), ("kimi_linear", 2), ("nemotron_h", 3), ("gemma4_text", 2)],
+)
+def test_a_rank_takes_what_is_said(tmp_path: Path, name: str, num_ranks: int) -> None:
+    """Its part of linears, experts and tables, and of the state: of divided recurrences, and of whole ones."""
+    shape: dict[str, Any] = {}
+    if num_ranks == 3:
+        shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 72}
+        shape["moe_shared_expert_intermediate_size"] = 36
+    folder = make_checkpoint(tmp_path, name, **shape)
+    sizes = read_sizes(folder, num_ranks)
+    ranks = RankThreads(folder, num_ranks, {"dtype": "float32"})
+    held = [each.loaded.own_geometry.weight_bytes for each in ranks.models]
+    assert max(held) == held[0]
+    assert abs(sizes.weight_bytes - held[0]) < 0.02 * held[0], "norms and biases are whole, or are not, in one of both"
+    for model in ranks.models:
+        cache = model.device.new_kv_cache(model.loaded.own_geometry, ExecutorConfig(**model.options))
+        layout, blocks = cache.layout, 20
+        assert sizes.state_bytes == layout.pages_per_state * layout.page_bytes
+        kept = [min(blocks, -(-window // 16) + 2) if window else blocks for window in layout.windows]
+        pages = sum(count * each for count, each in zip(kept, layout.pages_per_block, strict=True))
+        assert sizes.kv_of(16 * blocks) == (pages + layout.pages_per_state) * layout.page_bytes
+    whole = read_sizes(folder)
+    assert held[0] * num_ranks < 2.2 * whole.weight_bytes
+    recurrent = [layer.recurrent for layer in spec_of(folder).layers if layer.recurrent is not None]
+    divided = all(is_divided(each, 40, num_ranks) for each in recurrent)
+    assert (sizes.state_bytes < whole.state_bytes) == (divided and bool(recurrent))
+    assert divided == (name not in ("kimi_linear", "nemotron_h"))
+
+
+def test_the_words_about_ranks() -> None:
+    lines = fit_lines(replace(SIZES, num_ranks=4), Room(16_000_000, share=1.0, read_rate=1e9))
+    assert lines[0].endswith(" on each of 4 ranks")
+    assert lines[3].startswith("longest context: 3000 of 4096 tokens")
+    assert "about 250.0 tokens/s" in lines[-1]
+    assert "it does not fit: 4.1 MB would" in fit_lines(replace(SIZES, num_ranks=4), Room(4_000_000, share=1.0))[3]
+
+
+def test_what_has_no_ranks_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "folder", "lfm2")
+    with pytest.raises(LoaderError, match="--tensor-parallel-size 3: num_attention_heads 4 cannot be divided"):
+        read_sizes(folder, 3)
 
 
 def test_the_words_about_windows() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza_common.serving.stop_signals import DRAIN_TIMEOUT_S
@@ -36,6 +36,7 @@ class ExecutorConfig(SimulationOptions):
 
     model_config = SettingsConfigDict(cli_prog_name="python -m executor_svc")
     service: ClassVar[str] = "executor"
+    _pool_pages: tuple[int, int] | None = PrivateAttr(None)
     exit_codes: ClassVar[str] = (
         "Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options, 4 a step hung, 5 another rank is gone."
     )
@@ -353,6 +354,17 @@ class ExecutorConfig(SimulationOptions):
     def adapter_roots(self) -> tuple[Path, ...] | None:
         """The folders below which adapters may be read; None: any."""
         return tuple(map(Path, self.lora_root)) or None
+
+    @property
+    def pool_pages(self) -> tuple[int, int] | None:
+        """Pages of the device pool and the host pool, whatever the options say of blocks; None: as they say."""
+        return self._pool_pages
+
+    def with_pages(self, on_device: int, on_host: int) -> ExecutorConfig:
+        """Return the options with pools of exactly so many pages, as a plan log has them."""
+        config = self.model_copy()
+        config._pool_pages = on_device, on_host
+        return config
 
     def sized_for(self, device: str) -> ExecutorConfig:
         """Return the options with the default step sizes of a device: "cpu", "cuda" or "simulated"."""

@@ -61,10 +61,9 @@ def alone(model: Model) -> Outcome:
 
 
 def setting_of(name: str) -> Setting:
-    """What a pool cannot hold, and so what happens, depends on sizes. Beams that begin anew share nothing."""
+    """What a pool cannot hold, and so what happens, depends on sizes."""
     setting = SETTINGS[name]
-    room = {"num_blocks": 40} if setting.cuts_every else {}
-    return replace(setting, happens=setting.happens & {"drafts"}, **room)  # type: ignore[arg-type]
+    return replace(setting, happens=setting.happens & {"drafts"})
 
 
 @pytest.mark.parametrize(

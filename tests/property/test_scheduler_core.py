@@ -106,8 +106,6 @@ class CoreMachine(CoreReports, RuleBasedStateMachine):
         poisonous: bool = False,
     ) -> None:
         spec = data.draw(requests(f"r{len(self.specs)}", prompt))
-        if spec.beams and any(rig.spec.pages_per_state for rig in self.rigs.values()):
-            spec = replace(spec, beams=None, num_samples=1)  # There is no beam search with states.
         if former is not None:
             spec = replace(spec, tenant=former.tenant, cache_salt=former.cache_salt)
         named = [index for index, each in self.core.adapters.adapters.items() if each.has_name]
@@ -236,8 +234,6 @@ class CoreMachine(CoreReports, RuleBasedStateMachine):
         """Executors join, drain, leave and come back."""
         rig, executor_id = self.rig(pick), self.rig(pick).executor_id
         self.intact = False
-        if any(group.beam_search is not None for group in self.core.groups.values()):
-            spec = replace(spec, pages_per_state=0, lacks=frozenset())
         if what == "join" and len(self.rigs) < MAX_LANES:
             self.join(spec)
         elif what in ("drain", "resume"):

@@ -143,12 +143,17 @@ class Snapshots:
         self._of.clear()
         self._released.clear()
 
+    def last_of(self, sequence: CachesBlocks) -> int:
+        """Number of leading blocks of a sequence's table up to the last that is cached with a snapshot; 0: there is
+        none."""
+        snapshots, table = self._tiers.device.windows[self._number], sequence.block_ids
+        ends = (end for end in range(sequence.num_cached_blocks, 0, -1) if table[end - 1] in snapshots)
+        return next(ends, 0)
+
     def renew_last(self, sequence: CachesBlocks) -> None:
         """The last snapshot of a sequence that ends counts as held until now, as its blocks do: others go before."""
-        for block_id in reversed(sequence.block_ids[: sequence.num_cached_blocks]):
-            if self.has(block_id):
-                self._tiers.device.renew(self._number, block_id)
-                return
+        if end := self.last_of(sequence):
+            self._tiers.device.renew(self._number, sequence.block_ids[end - 1])
 
     def _end(self, save: PendingSave) -> None:
         """Take a copy that was made from its sequence."""

@@ -50,7 +50,7 @@ def _may_save(lane: Lane, sequence: Sequence) -> bool:
         lane.blocks.snapshots is not None
         and bool(sequence.state_pages)
         and sequence.described
-        and not sequence.is_beam
+        and not (sequence.is_beam and sequence.group.forked)
         and sequence.group.spec.uses_prefix_cache
     )
 

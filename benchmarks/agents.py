@@ -25,7 +25,7 @@ from cadenza.info import ServerInfo
 
 NAME = "agents"
 _BLOCK = 16
-_TOOLS, _TASK, _ANSWER, _OUTPUT = 384, 256, 16, 96
+_TOOLS, _TASK, _ANSWER, _OUTPUT = 256, 192, 16, 96
 """Tokens of the common text, of a task, of an answer and of a tool's output."""
 _ROW = (1, 3)
 """Calls in a row."""

@@ -83,11 +83,11 @@ class StepRecorder:
         self._first_token_ns: list[int] = []
         self._left: list[tuple[int, int]] = []
 
-    def on_planned(self, lane: Lane, plan: StepPlan) -> None:
+    def on_planned(self, lanes: Mapping[int, Lane], plan: StepPlan) -> None:
         """Keep the current load for a planned step, and the pages freed since the one before."""
         if self.watches:
             self._loads[plan.executor_id, plan.step_id] = self._load()
-            self._freed[plan.executor_id, plan.step_id] = freed_pages(lane)
+            self._freed[plan.executor_id, plan.step_id] = freed_pages(lanes[plan.executor_id])
 
     def on_first_token(self, since_arrival_ns: int) -> None:
         """Keep the time to first token of a request for the next record."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
+    agents,
     cpu_limits,
     cpu_serving,
     disaggregation,
@@ -34,6 +35,7 @@ from benchmarks.common.benchmark import (
 from benchmarks.fleet import benchmark as fleet
 
 _MODULES = (
+    agents,
     cpu_limits,
     cpu_serving,
     disaggregation,

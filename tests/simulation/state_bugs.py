@@ -90,6 +90,11 @@ STATE_BUGS = (
 
 WAYS = (
     SeededBug(
+        "a copy's position is counted in blocks of another size (vLLM 53142, 55600)",
+        "scheduler_svc.core.steps.saves", "_arm",
+        "end * lane.spec.block_size", "end * (2 * lane.spec.block_size)",
+    ),
+    SeededBug(
         "a state that a lost plan was to change is kept",
         "scheduler_svc.core.steps.kept_kv", "keep_kv",
         "{*contexts, *_copied_to(lane, steps)} if lane.blocks.states is not None else set()", "set()",

@@ -98,11 +98,11 @@ class Snapshots:
                 if save.is_made:
                     self._end(save)
 
-    def take_made(self, slot: int, position: int) -> None:
-        """A result names a copy; nothing if it was given up."""
+    def take_made(self, slot: int, position: int) -> Pages:
+        """A result names a copy; returns its pages, none if it was given up."""
         save = self._by_key.pop((slot, position // self._size), None)
         if save is None:
-            return
+            return ()
         save.is_made = True
         if save.last_step_id is not None:
             del self._released[save]
@@ -111,6 +111,7 @@ class Snapshots:
                 self._cache(save)
         elif save.node is not None:
             self._end(save)
+        return save.pages
 
     def release(self, sequence: CachesBlocks, last_step_id: int) -> None:
         """The slot of a sequence is released: steps after this one make none of its copies."""

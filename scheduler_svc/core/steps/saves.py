@@ -89,9 +89,9 @@ def check_saved(lane: Lane, result: StepResult) -> None:
         )
 
 
-def take_saved(lane: Lane, result: StepResult) -> None:
+def take_saved(lane: Lane, step: PlannedStep, result: StepResult) -> None:
     """The copies that a step has made may be found from now on."""
     snapshots = lane.blocks.snapshots
     if snapshots is not None:
         for slot, position in zip(result.saved_slots, result.saved_positions, strict=True):
-            snapshots.take_made(slot, position)
+            step.saved.append((position, snapshots.take_made(slot, position)))

@@ -15,6 +15,9 @@ from tests.simulation.state_bugs import WAYS
 
 _FULL = tests.GROUPS["full"]
 _FOUND_BY: dict[str, Callable[[], None]] = {
+    "a copy's position is counted in blocks of another size (vLLM 53142, 55600)": lambda: (
+        tests.test_a_prompt_is_found_at_its_end_and_a_branch_once_it_was_seen_twice(_FULL)
+    ),
     "a state that a lost plan was to change is kept": lambda: (
         tests.test_a_sequence_that_a_lost_plan_was_to_compute_goes_on_behind_a_saved_state(_FULL)
     ),

@@ -9,7 +9,9 @@ from typing import Any
 
 from cadenza_common.gguf.file import GgufFile
 from executor_svc.models.gguf.latent_content import latent_sizes
-from executor_svc.models.spec import QWEN_MTP_LAYERS_FIELD
+
+QWEN_MTP_LAYERS_FIELD = "mtp_num_hidden_layers"
+"""The config.json field with the layers of a Qwen head of multi-token prediction."""
 
 KIMI = "kimi-linear"
 RECURRENT = {

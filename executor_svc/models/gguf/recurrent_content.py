@@ -10,9 +10,6 @@ from typing import Any
 from cadenza_common.gguf.file import GgufFile
 from executor_svc.models.gguf.latent_content import latent_sizes
 
-QWEN_MTP_LAYERS_FIELD = "mtp_num_hidden_layers"
-"""The config.json field with the layers of a Qwen head of multi-token prediction."""
-
 KIMI = "kimi-linear"
 RECURRENT = {
     "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1"),
@@ -139,7 +136,7 @@ def _qwen(read: _Reader) -> dict[str, Any]:
     shared = read.integer("expert_shared_feed_forward_length", 0)
     return {
         "num_hidden_layers": read.num_layers,
-        QWEN_MTP_LAYERS_FIELD: read.heads,
+        "mtp_num_hidden_layers": read.heads,
         "layer_types": _qwen_kinds(read),
         "linear_num_key_heads": read.integer("ssm.group_count"),
         "linear_num_value_heads": heads,

@@ -18,6 +18,7 @@ from executor_svc.models.heads.draft import LoadedDraft
 from executor_svc.models.heads.mtp import MtpHead
 from executor_svc.models.heads.mtp_loading import check_mtp, has_mtp, load_mtp
 from executor_svc.plan.limits import Limits
+from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model, flat_batch
 from tests.executor_svc.models.heads.head_driver import random_tokens
 from tests.helpers.models.gguf_files import all_of, dequantized, write_gguf
@@ -136,6 +137,15 @@ def test_which_have_one(tmp_path: Path) -> None:
     left = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(PREFIX)}
     save_file(left, path, {"format": "pt"})
     assert not has_mtp(config_of(folder)), "a config that names one is not enough"
+
+
+def test_files_without_one(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "made", "qwen3_5_delta", attention_bias=False)
+    file = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.F32))
+    for path, found in ((folder, "mtp_num_hidden_layers is not in config.json"), (file, "nextn_predict_layers is ")):
+        with pytest.raises(LoaderError, match=rf"^--speculative mtp: {path} has no MTP head \({found}"):
+            check_mtp(config_of(path))
+        assert not has_mtp(config_of(path))
 
 
 def test_only_of_one_layer(tmp_path: Path) -> None:

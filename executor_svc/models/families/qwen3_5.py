@@ -21,8 +21,9 @@ from executor_svc.models.families.recurrent import (
     read_gated_delta,
     with_recurrence,
 )
+from executor_svc.models.file_form import QWEN_MTP_LAYERS_FIELD
 from executor_svc.models.recurrent_spec import DeltaNames
-from executor_svc.models.spec import QWEN_MTP_LAYERS_FIELD, DecoderSpec, ExpertNames, ExpertsSpec
+from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
 
 _PART = 0.25
 _INTERVAL = 4

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from executor_svc.models.safetensors_file import (
     tensors_of,
 )
 from executor_svc.models.spec import HEAD, TABLE, DecoderSpec
-from executor_svc.models.stored_names import decoder_names, has_own_names
+from executor_svc.models.stored_names import decoder_names, give_own_endings, has_own_names
 from executor_svc.models.stored_order import FileOrder
 
 _log = logging.getLogger(__name__)
@@ -71,16 +71,7 @@ class SafetensorsWeights(Weights):
         self._places = {name: (files[stored], stored) for name, stored in names.items()}
         """File and stored name of each tensor."""
         if spec is not None:
-            self._rename(spec.names.renamed)
-
-    def _rename(self, endings: Iterable[tuple[str, str]]) -> None:
-        """Give tensors of layers their names in Cadenza; endings: of names in files, and what they are here."""
-        for stored, own in endings:
-            for name in [name for name in self._places if name.endswith(f".{stored}")]:
-                renamed = name.removesuffix(stored) + own
-                if renamed in self._places:
-                    raise LoaderError(f"model folder {self._folder}: tensors {name} and {renamed} are the same")
-                self._places[renamed] = self._places.pop(name)
+            give_own_endings(self._places, spec.names.renamed, folder)
 
     def _tensor_files(self) -> dict[str, Path]:
         """Return the file of each tensor; of a sharded checkpoint also of those that its index forgets."""

@@ -26,8 +26,6 @@ from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
 
 MTP_LAYERS_FIELD = "num_nextn_predict_layers"
 """Of config.json: the number of layers of a head of multi-token prediction."""
-QWEN_MTP_LAYERS_FIELD = "mtp_num_hidden_layers"
-"""The same in Qwen's."""
 LAYER_TABLE = "model.embed_tokens_per_layer"
 """The name of the table of inputs of layers in checkpoints."""
 EMBEDDINGS = "embed_tokens"

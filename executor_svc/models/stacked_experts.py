@@ -27,6 +27,7 @@ from executor_svc.models.quantized.rows import LazyRows, row_ranges, unpack_byte
 from executor_svc.models.quantized.tensors import check_scales
 from executor_svc.models.safetensors_file import StoredTensor
 from executor_svc.models.spec import DecoderSpec, ExpertsSpec
+from executor_svc.models.stored_names import give_own_endings
 
 _GROUP = 32
 _KIND = QuantFormat(name="MXFP4", bits=4, group=_GROUP, values="e2m1", scale="e8m0")
@@ -50,7 +51,7 @@ class StackedExpertWeights(SafetensorsWeights):
         kinds = {layer.experts.names: layer.experts for layer in spec.layers if layer.experts is not None}
         self._stacks = [_Stack(experts) for experts in kinds.values()]
         for names in kinds:
-            self._rename(names.renamed)
+            give_own_endings(self._places, names.renamed, folder)
 
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `models.base.WeightSource`."""

@@ -74,6 +74,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_delta",
         {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "initializer_range": 0.15},
     ),
+    "qwen3_5 of a part that is odd": (
+        "qwen3_5_delta",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}},
+    ),
 }
 
 

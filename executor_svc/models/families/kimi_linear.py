@@ -12,7 +12,7 @@ from typing import Any
 from cadenza_common.brief import brief
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import uniform_rope
-from executor_svc.models.families.deepseek import read_latents
+from executor_svc.models.families.deepseek import read_latents, with_heads_ignored
 from executor_svc.models.families.experts import count_from_0, sigmoid_experts, with_experts
 from executor_svc.models.families.phi3 import W_NAMES
 from executor_svc.models.families.recurrent import (
@@ -75,6 +75,7 @@ def read_kimi_linear(config: dict[str, Any]) -> DecoderSpec:
     latents = config | {"max_position_embeddings": positions, "rope_interleave": False}
     spec = read_latents(latents, positions, uniform_rope(), eps=1e-5)
     spec = replace(spec, names=_NAMES, layers=tuple(replace(layer, rope=None) for layer in spec.layers))
+    spec = with_heads_ignored(spec, fields)
     dense = _dense_layers(fields, spec.num_layers)
     experts = replace(sigmoid_experts(fields), names=_EXPERTS)
     spec = with_experts(spec, experts, lambda layer: layer in dense)

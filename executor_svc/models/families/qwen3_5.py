@@ -21,8 +21,9 @@ from executor_svc.models.families.recurrent import (
     read_gated_delta,
     with_recurrence,
 )
+from executor_svc.models.file_form import QWEN_MTP_LAYERS_FIELD
 from executor_svc.models.recurrent_spec import DeltaNames
-from executor_svc.models.spec import QWEN_MTP_LAYERS_FIELD, DecoderSpec, ExpertNames, ExpertsSpec
+from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
 
 _PART = 0.25
 _INTERVAL = 4
@@ -67,8 +68,8 @@ def read_qwen3_next(config: dict[str, Any]) -> DecoderSpec:
 
 def _read(config: dict[str, Any], names: DeltaNames) -> DecoderSpec:
     """Return the parts that all of these families share, with an MLP in all layers."""
-    fields = Fields(config)
-    spec = read_common(config, max_positions=32_768, head_size=256, read_rotary=uniform_rope(partial=_PART))
+    fields, rotary = Fields(config), uniform_rope(partial=_PART, may_be_odd=True)
+    spec = read_common(config, max_positions=32_768, head_size=256, read_rotary=rotary)
     if not fields.flag("attn_output_gate", True):
         raise fields.error("attn_output_gate", "is false: attention without a gate is not supported")
     interval, bias = fields.integer("full_attention_interval", _INTERVAL), fields.flag("attention_bias", False)

@@ -90,7 +90,8 @@ def _head_spec(config: ExecutorConfig, checkpoint: Checkpoint) -> tuple[DecoderS
         raise _no_head(model, form.count_field, form.layers(checkpoint.content), checkpoint)
     spec = checkpoint.read_spec()
     if spec.num_mtp_layers > 1:
-        raise LoaderError(f"{model}: {form.count_field} is {spec.num_mtp_layers}: only heads of 1 layer are supported")
+        name, _ = _count_field(form.count_field, checkpoint)
+        raise LoaderError(f"{model}: {name} is {spec.num_mtp_layers}: only heads of 1 layer are supported")
     return replace(spec, layers=(_layer_of(spec),)), form
 
 
@@ -107,9 +108,14 @@ def _form_of(checkpoint: Checkpoint) -> MtpForm | None:
 
 
 def _no_head(model: str, name: str, value: object, checkpoint: Checkpoint) -> LoaderError:
-    name, where = (name, "config.json") if checkpoint.gguf is None else ("nextn_predict_layers", "the GGUF file")
+    name, where = _count_field(name, checkpoint)
     found = f"is {brief(value)}" if value is not None and checkpoint.gguf is None else f"is not in {where}"
     return LoaderError(f"{model} has no MTP head ({name} {found}); supported: that of {_SUPPORTED}")
+
+
+def _count_field(name: str, checkpoint: Checkpoint) -> tuple[str, str]:
+    """Return what says how many layers a head has, and where; name: of config.json."""
+    return (name, "config.json") if checkpoint.gguf is None else ("nextn_predict_layers", "the GGUF file")
 
 
 def _tensor_names(checkpoint: Checkpoint) -> Iterable[str]:

@@ -163,3 +163,10 @@ def test_mimo_is_qwen2_with_a_head() -> None:
         assert spec.num_mtp_layers == 1
         assert spec.digest(256) == plain.digest(256), "a head says nothing of what the model computes"
     assert read("mimo").num_mtp_layers == read("mimo", num_nextn_predict_layers=0).num_mtp_layers == 0
+
+
+def test_whose_heads_are_known() -> None:
+    """The published config.json of Qwen3-Next names none; layers of Kimi Linear's are left alone."""
+    assert read("qwen3_next_delta").num_mtp_layers == read("qwen3_5_delta", mtp_num_hidden_layers=1).num_mtp_layers == 1
+    assert read("qwen3_5_delta").num_mtp_layers == 0
+    assert read("kimi_linear", num_nextn_predict_layers=2).ignored == ("model.layers.6.", "model.layers.7.")

@@ -97,7 +97,7 @@ def dequantized(folder: Path, target: Path, kinds: Kinds) -> Path:
     tensors = {}
     for name, values in stored_tensors(folder):
         if values.ndim == 2 and name.endswith(".weight"):
-            stored, is_turned = gguf_name(name, architecture), False
+            stored, is_turned = gguf_name(gguf_recurrent.in_layers(name, config), architecture), False
             kind = Type.F32 if name.endswith(POSITIONS) or stored.endswith(ROUTERS) else kinds(stored)
             if architecture == "gpt2" and name.endswith(CONV):
                 values, is_turned = np.ascontiguousarray(values.T), True

@@ -18,9 +18,10 @@ from executor_svc.models.heads.draft import LoadedDraft
 from executor_svc.models.heads.mtp import MtpHead
 from executor_svc.models.heads.mtp_loading import check_mtp, has_mtp, load_mtp
 from executor_svc.plan.limits import Limits
+from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model, flat_batch
 from tests.executor_svc.models.heads.head_driver import random_tokens
-from tests.helpers.models.gguf_files import all_of, write_gguf
+from tests.helpers.models.gguf_files import all_of, dequantized, write_gguf
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
 from tests.helpers.models.qwen_mtp import PREFIX, ReferenceQwenMtp, make_qwen_mtp, stacked
 from tests.helpers.models.wrapped_text import wrap_text
@@ -115,15 +116,18 @@ def test_in_few_bits(tmp_path: Path, layout: str) -> None:
     check(quantized, dense, quantized_activations="off", dtype="float32")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("family", "shape"),
-    [("qwen3_5_delta", {}), ("qwen3_5_moe_text", {}), ("qwen3_next_delta", {"mlp_only_layers": []})],
+    ("family", "kind"), [("qwen3_5_delta", Type.Q8_0), ("qwen3_5_moe_text", Type.Q4_0), ("qwen3_next_delta", Type.F32)]
 )
-def test_from_gguf(tmp_path: Path, family: str, shape: dict[str, Any]) -> None:
+def test_from_gguf(tmp_path: Path, family: str, kind: Type) -> None:
     """Where llama.cpp's converter puts it: in a layer behind the others, its norms with 1 added."""
-    folder = make_qwen_mtp(tmp_path / "made", family, seed=3, attention_bias=False, **shape)
-    file = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.F32))
-    check(file, folder, dtype="float32")
+    shape: dict[str, Any] = {"attention_bias": False, "linear_value_head_dim": 32, **WIDE}
+    shape |= {"intermediate_size": 64} | ({"mlp_only_layers": []} if "next" in family else {})
+    folder = make_qwen_mtp(tmp_path / "made", family, seed=3, **shape)
+    file = write_gguf(folder, tmp_path / "model.gguf", all_of(kind))
+    reference = dequantized(folder, tmp_path / "dequantized", all_of(kind))
+    check(file, reference, dtype="float32", quantized_activations="off")
 
 
 def test_which_have_one(tmp_path: Path) -> None:
@@ -133,6 +137,15 @@ def test_which_have_one(tmp_path: Path) -> None:
     left = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(PREFIX)}
     save_file(left, path, {"format": "pt"})
     assert not has_mtp(config_of(folder)), "a config that names one is not enough"
+
+
+def test_files_without_one(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "made", "qwen3_5_delta", attention_bias=False)
+    file = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.F32))
+    for path, found in ((folder, "mtp_num_hidden_layers is not in config.json"), (file, "nextn_predict_layers is ")):
+        with pytest.raises(LoaderError, match=rf"^--speculative mtp: {path} has no MTP head \({found}"):
+            check_mtp(config_of(path))
+        assert not has_mtp(config_of(path))
 
 
 def test_only_of_one_layer(tmp_path: Path) -> None:

@@ -128,8 +128,8 @@ class SlotState:
 
     @property
     def prompt_failed(self) -> Tensor:
-        """[n] int32: not 0 if prompt logits were not finite, so the slot fails when it samples; STATE_FAILED and more,
-        below 0, if its recurrent state stood elsewhere than its context says."""
+        """[n] int32: not 0 if prompt logits were not finite, so the slot fails when it samples; below 0 if its
+        recurrent state stood elsewhere than its context says."""
         return self._number(PROMPT_FAILED)
 
     @property

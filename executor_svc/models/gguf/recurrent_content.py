@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from cadenza_common.gguf.file import GgufFile
-from executor_svc.models.file_form import QWEN_MTP_LAYERS_FIELD
 from executor_svc.models.gguf.latent_content import latent_sizes
 
 KIMI = "kimi-linear"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.burst_client import local_services
@@ -30,6 +31,7 @@ _TOOLS, _TASK, _ANSWER, _OUTPUT = 256, 192, 16, 96
 _ROW = (1, 3)
 """Calls in a row."""
 _MOST_TOKENS = 4096
+_VOCABULARY = 32_000
 _STATE_BLOCKS = {"qwen3.5-0.8b": 101, "lfm2.5-1.2b": 1}
 """Blocks of KV that take as much memory as a state."""
 _STATES_BESIDE = 2
@@ -115,15 +117,22 @@ def _draw(rng: random.Random, count: int, vocabulary: int) -> list[int]:
     return [rng.randrange(5, vocabulary) for _ in range(count)]
 
 
-def _measure(folder: Path, trace: Trace, num_blocks: int, num_host_blocks: int) -> dict[str, float]:
-    options = {
+def _measure(
+    folder: Path, trace: Trace, num_blocks: int, num_host_blocks: int, simulated: int | None
+) -> dict[str, float]:
+    """Run a case. simulated: pages of a state on the simulated executor; None: the model is run."""
+    options: dict[str, Any] = {
         "max_model_len": _MOST_TOKENS, "max_num_seqs": _STATES_BESIDE, "block_size": _BLOCK,
         "num_gpu_blocks": num_blocks, "num_cpu_blocks": num_host_blocks,
     }  # fmt: skip
+    if simulated is not None:
+        options |= {"simulate": "instant", "simulate_vocab_size": _VOCABULARY, "simulate_kv_groups": "full:1"}
+        options |= {"simulate_state_pages": simulated, "num_gpu_blocks": num_blocks + _STATES_BESIDE * simulated}
     start = time.perf_counter()
     with local_services(folder, **options) as services:
         ready = time.perf_counter()
-        served = asyncio.run(serve(services.target, trace, vocab_size(folder)))
+        vocabulary = vocab_size(folder) if simulated is None else _VOCABULARY
+        served = asyncio.run(serve(services.target, trace, vocabulary))
         progress(f"{NAME}: started in {ready - start:.0f} s, served in {time.perf_counter() - ready:.0f} s")
     return {
         "found_share": served.num_found / served.num_prompt,
@@ -137,7 +146,8 @@ def _measure(folder: Path, trace: Trace, num_blocks: int, num_host_blocks: int) 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     for shape in options.shapes:
-        folder, state_blocks = random_checkpoint(shape), _STATE_BLOCKS.get(shape, 0)
+        state_blocks = _STATE_BLOCKS.get(shape, 0)
+        folder, simulated = (Path("simulated"), state_blocks) if options.simulate else (random_checkpoint(shape), None)
         for share in options.shares:
             for with_host in (False, True):
                 repeats, others = [], []
@@ -148,9 +158,11 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
                     progress(f"{NAME}: {shape}, pool of {num_blocks} blocks, host pool {with_host}, seed {seed}")
                     wait_quiet(options.quiet_wait_s)
                     with OtherLoad() as other:
-                        repeats.append(_measure(folder, trace, num_blocks, 2 * all_blocks if with_host else 0))
+                        host_blocks = 2 * all_blocks if with_host else 0
+                        repeats.append(_measure(folder, trace, num_blocks, host_blocks, simulated))
                     others.append(other.cores)
-                params = {"model": folder.name, "agents": options.agents, "calls": options.calls, "pool": share}
+                model = f"{folder.name} {shape}" if options.simulate else folder.name
+                params = {"model": model, "agents": options.agents, "calls": options.calls, "pool": share}
                 params |= {"blocks": num_blocks, "host": with_host}
                 yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=others)
 
@@ -173,6 +185,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default=["qwen3-0.6b", "lfm2.5-1.2b", "qwen3.5-0.8b"],
         help="(default an attention model and two hybrids)",
     )
+    parser.add_argument("--simulate", action="store_true", help="count hits alone, on the simulated executor")
     parser.add_argument("--agents", type=positive, default=5, help="(default 5)")
     parser.add_argument("--calls", type=positive, default=6, help="of each agent (default 6)")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5], help="that the pool holds (default 0.5)")

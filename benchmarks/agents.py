@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ _ROW = (1, 3)
 """Calls in a row."""
 _MOST_TOKENS = 4096
 _VOCABULARY = 32_000
+_COSTS = {"step_us": 2000, "token_us": 300, "moved_block_us": 50}
+"""Of the simulated executor: whether a block is kept on the host depends on what moving and computing it take."""
 _STATE_BLOCKS = {"qwen3.5-0.8b": 101, "lfm2.5-1.2b": 1}
 """Blocks of KV that take as much memory as a state."""
 _STATES_BESIDE = 2
@@ -126,7 +130,9 @@ def _measure(
         "num_gpu_blocks": num_blocks, "num_cpu_blocks": num_host_blocks,
     }  # fmt: skip
     if simulated is not None:
-        options |= {"simulate": "instant", "simulate_vocab_size": _VOCABULARY, "simulate_kv_groups": "full:1"}
+        costs = Path(tempfile.mkdtemp()) / "costs.json"
+        costs.write_text(json.dumps(_COSTS))
+        options |= {"simulate": str(costs), "simulate_vocab_size": _VOCABULARY, "simulate_kv_groups": "full:1"}
         options |= {"simulate_state_pages": simulated, "num_gpu_blocks": num_blocks + _STATES_BESIDE * simulated}
     start = time.perf_counter()
     with local_services(folder, **options) as services:
@@ -185,7 +191,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default=["qwen3-0.6b", "lfm2.5-1.2b", "qwen3.5-0.8b"],
         help="(default an attention model and two hybrids)",
     )
-    parser.add_argument("--simulate", action="store_true", help="count hits alone, on the simulated executor")
+    parser.add_argument("--simulate", action="store_true", help="on the simulated executor, 300 us a token")
     parser.add_argument("--agents", type=positive, default=5, help="(default 5)")
     parser.add_argument("--calls", type=positive, default=6, help="of each agent (default 6)")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5], help="that the pool holds (default 0.5)")

@@ -203,7 +203,8 @@ class AdaptingBuilder:
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
     ) -> Linear:
         linear = self._device.prepare_linear(name, weight, bias)
-        return self._adapters.adapt_linear(name, linear) if self._adapters.has(name) else linear
+        use = name.removesuffix(" in parts")  # of a rank that has some columns of a recurrence's output
+        return self._adapters.adapt_linear(use, linear) if self._adapters.has(use) else linear
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
         embedding = self._device.prepare_embedding(name, weight)

@@ -105,6 +105,11 @@ WAYS = (
         ", *_copied_to(lane, steps)}", "}",
     ),
     SeededBug(
+        "a state that no plan has copied yet is taken for the KV that is there",
+        "scheduler_svc.core.steps.kept_kv", "keep_kv",
+        "or sequence.kv_source is not None", "or False",
+    ),
+    SeededBug(
         "a beam goes on from another state than its parent's",
         "scheduler_svc.core.steps.beam_scheduling", "_reorder",
         "lane.blocks.states.copy(parent, child)", "pass",

@@ -34,8 +34,8 @@ def keep_kv(requests: RequestTable, lane: Lane) -> None:
     for sequence in lane.running:
         num_computed = contexts.get(sequence, sequence.num_computed_tokens)
         num_certain = 0 if sequence in joined else _num_certain(lane, sequence, num_computed, offsets)
-        if num_certain < num_computed and lane.blocks.states is not None:
-            changed.add(sequence)
+        if lane.blocks.states is not None and (num_certain < num_computed or sequence.kv_source is not None):
+            changed.add(sequence)  # Where the KV that it waits for is there, the state behind it may not be.
         sequence.roll_back(num_certain)
     for group in {sequence.group for sequence in (*contexts, *lane.running)}:
         group.drop_candidates()

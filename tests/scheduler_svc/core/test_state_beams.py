@@ -185,3 +185,23 @@ def test_a_lost_plan_may_not_have_copied_the_states_of_beams() -> None:
     bench.cut_session()
     bench.run()
     check(bench, "b")
+
+
+@pytest.mark.parametrize("num_steps", [6, 7])
+def test_a_lost_session_that_has_not_copied_a_state_yet(num_steps: int) -> None:
+    """The first beam has computed all that the second one waits for, up to its own last token: the KV is there."""
+    bench = stateful(block_size=1, policies=urgent(caching=False))
+    bench.add("b", draw(9, 2), 12, n=2, beams=BeamSpec(2), priority=2)
+    for _ in range(num_steps):
+        bench.step()
+    bench.add("urgent", draw(9, 1), 1, n=3, priority=0)
+    while "urgent" not in bench.order or ("", "urgent") in bench.core.groups:
+        bench.step(1)
+    beams = bench.sequences("b")
+    while not any(beam.num_computed_tokens for beam in beams):
+        bench.step(1)
+    assert [beam.num_uncomputed_tokens for beam in beams] == [1, 1]
+    assert beams[1].kv_source is beams[0]
+    bench.cut_session()
+    bench.run()
+    check(bench, "b")

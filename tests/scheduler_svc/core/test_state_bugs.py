@@ -35,6 +35,9 @@ _FOUND_BY: dict[str, Callable[[], None]] = {
     ),
     "samples begin without their source's state": lambda: tests.test_samples_have_states_of_their_own(_FULL, 2, 0),
     "a state that a lost plan was to copy is kept": (beams.test_a_lost_plan_may_not_have_copied_the_states_of_beams),
+    "a state that no plan has copied yet is taken for the KV that is there": lambda: (
+        beams.test_a_lost_session_that_has_not_copied_a_state_yet(6)
+    ),
     "a beam goes on from another state than its parent's": lambda: beams.test_beams_are_those_of_a_search_alone(
         _FULL, 2
     ),

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.helpers.bytecode import make_bytecode
 from tests.helpers.forks import client as forks
 from tests.helpers.kept import begin_run, end_run
 from tests.helpers.marks import draw_fewer, sample
@@ -42,6 +43,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if "TEST_NEW_INTERPRETERS" not in os.environ and sys.platform == "linux":
         forks.install()
     begin_run()
+    workers = 0 if hasattr(config, "workerinput") else config.getoption("numprocesses", 0)
+    if workers:
+        make_bytecode(config, workers)
+    elif _HAS_TORCH:
+        _choose_interpreter()
+
+
+def _choose_interpreter() -> None:
+    """Before Triton is imported, which transformers does beside a CUDA build of PyTorch: its decorators decide then."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_unconfigure() -> None:
@@ -88,12 +102,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
-if _HAS_TORCH:
-    import torch
-
-    # Before Triton is imported, which transformers does beside a CUDA build of PyTorch: its decorators decide then.
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
 _NEEDS_TORCH = re.compile(
     r"^\s*(?:from|import) (?:torch|tests\.checkpoints|tests\.executor_svc\.models|executor_svc(?!\.config)"
     r"|tests\.fuzz\.wire\.(?:floods|run)"

@@ -106,11 +106,17 @@ def test_a_plan_with_a_state_of_another_position_is_invalid(tmp_path: Path) -> N
         stepper.step(admitted=(wrong,), scheduled=scheduled((0, 1, True), (1, 4, True)))
 
 
+@pytest.fixture(scope="module")
+def undrafted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StepResult]]:
+    """A model, and what it decodes without drafts."""
+    folder = make(tmp_path_factory.mktemp("model"), "qwen3_5_delta")
+    return folder, decoded(Stepper(Model(folder, device="cuda"), more_states=4, max_inflight_plans=2), 0)
+
+
 @pytest.mark.parametrize("max_drafts", [1, 3])
-def test_drafts_change_no_token_and_no_save(max_drafts: int, tmp_path: Path) -> None:
+def test_drafts_change_no_token_and_no_save(max_drafts: int, undrafted: tuple[Path, list[StepResult]]) -> None:
     """Two steps in flight: how many drafts were accepted is known two steps later."""
-    folder = make(tmp_path, "qwen3_5_delta")
-    plain = decoded(Stepper(Model(folder, device="cuda"), more_states=4, max_inflight_plans=2), 0)
+    folder, plain = undrafted
     options: dict[str, Any] = {"speculative": "ngram", "num_speculative_tokens": max_drafts}
     stepper = Stepper(
         Model(folder, device="cuda", **options), max_drafts=max_drafts,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza_common.gguf.file import GgufError, GgufFile
+from executor_svc.models.fit.stored import StoredBytes
 from executor_svc.models.folder import LoaderError, find_weights, gguf_of, read_json
 from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.expert_content import CHOSEN, COUNTS
@@ -68,18 +69,6 @@ class WindowKV:
     positions: int
     """That a request keeps there at most, between two chunks of its prompt."""
     token_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBytes:
-    """A tensor of a file."""
-
-    name: str
-    kind: str
-    """The format."""
-    num_bytes: int
-    """In memory."""
-    is_expert: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza_common.gguf.file import GgufError, GgufFile
-from executor_svc.models.fit.stored_bytes import StoredBytes
+from executor_svc.models.fit.stored import StoredBytes
 from executor_svc.models.folder import LoaderError, find_weights, gguf_of, read_json
 from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.expert_content import CHOSEN, COUNTS

@@ -25,12 +25,10 @@ from executor_svc.models.base import CausalLM, ModelConfigError
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.decoder import Decoder, layer_heads, layer_states
 from executor_svc.models.decoder_loading import (
-    Checkpoint,
     Ends,
     check_memory,
     folder_weights,
     load_decoder,
-    open_checkpoint,
     open_table,
     read_ends,
     read_scales,
@@ -40,6 +38,7 @@ from executor_svc.models.end_ids import end_ids, media_ids
 from executor_svc.models.folder import LoaderError, read_json, token_ids_of, tokenizer_of
 from executor_svc.models.gguf.config_content import special_token_ids
 from executor_svc.models.kv_scales import wants_fp8_kv_cache
+from executor_svc.models.opened import Checkpoint, open_checkpoint
 from executor_svc.models.parallel.split import num_own_elements
 from executor_svc.models.quantized.round_to_nearest import rounding_of
 from executor_svc.models.registry import refused_architecture, unknown_architecture

@@ -12,7 +12,7 @@ from executor_svc.device.interface import Device
 from executor_svc.models.base import WeightSource
 from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.decoder import Decoder, attention_shape
-from executor_svc.models.decoder_loading import Checkpoint, check_memory, open_checkpoint, open_weights
+from executor_svc.models.decoder_loading import check_memory, open_weights
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.folder import LoaderError, find_weights
 from executor_svc.models.heads.draft import LoadedDraft, draft_config, layers_of, naming, own_few_bits, probe
@@ -23,6 +23,7 @@ from executor_svc.models.layers.rope import make_rotary
 from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.named_weights import Weights
+from executor_svc.models.opened import Checkpoint, open_checkpoint
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, rounded_bytes, rounding_of
 from executor_svc.models.safetensors_file import tensors_of
 from executor_svc.models.spec import MTP_LAYERS_FIELD, DecoderSpec, LayerSpec, linear_shapes

@@ -46,16 +46,6 @@ def pytest_configure(config: pytest.Config) -> None:
     workers = 0 if hasattr(config, "workerinput") else config.getoption("numprocesses", 0)
     if workers:
         make_bytecode(config, workers)
-    elif _HAS_TORCH:
-        _choose_interpreter()
-
-
-def _choose_interpreter() -> None:
-    """Before Triton is imported, which transformers does beside a CUDA build of PyTorch: its decorators decide then."""
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_unconfigure() -> None:
@@ -102,6 +92,18 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
+_ARGUMENTS = " ".join(["", *sys.argv[1:]])
+_STARTS_WORKERS = (
+    "PYTEST_XDIST_WORKER" not in os.environ
+    and re.search(r" (-n|--numprocesses)[ =]?(?![ =]?0)", _ARGUMENTS) is not None
+)
+"""This process runs no test itself: it imports no torch, and the workers start seconds earlier."""
+if _HAS_TORCH and not _STARTS_WORKERS:
+    import torch
+
+    # Before Triton is imported, which transformers does beside a CUDA build of PyTorch: its decorators decide then.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 _NEEDS_TORCH = re.compile(
     r"^\s*(?:from|import) (?:torch|tests\.checkpoints|tests\.executor_svc\.models|executor_svc(?!\.config)"
     r"|tests\.fuzz\.wire\.(?:floods|run)"

@@ -21,10 +21,10 @@ from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, T
 from executor_svc.cpu.kernels.lora.kernels import CpuAdapterKernels
 from executor_svc.cpu.kernels.lora.launches import AdapterLaunches
 from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_rows
-from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE, Coming, coming_of
 from executor_svc.cpu.kernels.panels import PanelWriter, take_panel_rows
-from executor_svc.cpu.kernels.quantized import embedding_rows
-from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host, PackedWeightPart, Part, PartLaunches, RowForms
+from executor_svc.cpu.kernels.quantized import embedding_rows, launches
+from executor_svc.cpu.kernels.quantized.launches import DTYPES, DensePart, Host, PackedWeightPart, Part, RowForms
 from executor_svc.cpu.kernels.recording import CpuRecording
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.tensors import addresses as _addresses
@@ -211,7 +211,7 @@ class CpuKernels(CpuAdapterKernels):
         assert isinstance(plan, CpuAttentionPlan)
         assert scales is None, "there is no cache in fp8 here"
         parts = (qkv.shape[1] // shape.padded_head_size - shape.num_heads) // shape.num_kv_heads
-        fused = norms if norms is not None and _in_one_pass(norms, parts) else None
+        fused = norms if norms is not None and rotary.in_one_pass(norms, parts) else None
         if norms is not None and fused is None:
             qkv = self.norm_heads(qkv, norms, shape)
         scale_dtype = None if rope.query_scales is None else _dtype(rope.query_scales)
@@ -294,7 +294,7 @@ class CpuKernels(CpuAdapterKernels):
     ) -> Tensor:
         """Return x @ weight.T + bias for a weight in panels (`panels.new_panels`)."""
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        self._product(self._row_forms(x), panels, bias, y)
+        self._product(self._row_forms(x), DensePart(panels, out_features), bias, y)
         return y
 
     def stored_linear(
@@ -303,7 +303,7 @@ class CpuKernels(CpuAdapterKernels):
         """Return x @ weight.T + bias for a weight in parts, one below the other."""
         assert x.is_contiguous()
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        PartLaunches(self.host, x, bias, y).run(parts)
+        launches.PartLaunches(self.host, x, bias, y).run(parts)
         return y
 
     @property
@@ -322,18 +322,22 @@ class CpuKernels(CpuAdapterKernels):
             return RowForms(x, x, tiles)
         return RowForms(x, x if has_pairs(self.isa, _dtype(x)) else self._widened(x), None)
 
-    def _product(self, rows: RowForms, panels: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        """Launch y = x @ weight.T + bias for a weight in panels. Its last argument is what it prefetches at its end."""
-        x, with_bias = rows.x, bias is not None
-        sizes = (*x.shape[1:], y.shape[1], 0 if bias is None else bias.data_ptr(), self._team.num_threads)
+    def _product(self, rows: RowForms, part: DensePart, bias: Tensor | None, y: Tensor) -> None:
+        """Launch y = x @ weight.T + bias for a weight in panels."""
+        x, panels, with_bias = rows.x, part.panels, bias is not None
+        streams = (
+            self._team.num_threads if rows.tiles is not None else launches.part_streams(part, self._team.num_threads)
+        )
+        sizes = (*x.shape[1:], y.shape[1], 0 if bias is None else bias.data_ptr(), streams)
         arguments = (*_addresses(rows.factors, panels, y), *sizes)
         if rows.tiles is not None:
             kernel = product.matmul(self._code, _dtype(y), with_bias)
             arguments += (rows.tiles.data_ptr(), self._scratch(many_rows.scratch_bytes()).data_ptr())
         else:
             kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), with_bias)
-        launch = KernelLaunch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], (*arguments, panels.data_ptr()))
-        self._launch_product(launch, x.shape[0], panels.data_ptr())
+        launch = KernelLaunch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], arguments)
+        coming = coming_of(panels, panels.shape[0] if rows.tiles is not None else streams)
+        self._launch_product(launch, x.shape[0], coming)
 
     def _scratch(self, num_bytes: int) -> Tensor:
         """Return memory of so many bytes for each thread; the same for the same number of bytes."""
@@ -387,13 +391,8 @@ class CpuKernels(CpuAdapterKernels):
                 launch = replace(launch, count=self._recording.rows, times=self._times)
             self._recording.launches.append(launch)
 
-    def _launch_product(self, launch: KernelLaunch, count: int, weight: int) -> None:
-        """Launch a product with the weight at this address, whose last argument is `following` of `coming_panel`."""
+    def _launch_product(self, launch: KernelLaunch, count: int, coming: Coming) -> None:
+        """Launch a product, whose last arguments are of its own weight until another one follows."""
         if self._recording is not None:
-            self._recording.announce(weight)
-        self._launch(launch, count)
-
-
-def _in_one_pass(norms: HeadNorms, kv_parts: int) -> bool:
-    """Return whether norms of heads are computed with the rotation: after it, of values, or where keys alone are."""
-    return norms.kind == "heads after rope" or norms.v is not None or kv_parts < 2
+            self._recording.announce(coming)
+        self._launch(replace(launch, arguments=(*launch.arguments, *coming)), count)

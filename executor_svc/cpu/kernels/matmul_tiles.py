@@ -11,7 +11,7 @@ from llvmlite import ir
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, BfloatType, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa
-from executor_svc.cpu.kernels.panel_layout import PANEL, inner_step, load_weights, widened_weights
+from executor_svc.cpu.kernels.panel_layout import PANEL, inner_step, load_weights, prefetched, widened_weights
 
 CHAINS = 1
 """Partial sums of each element. Exactness only needs the same number for all numbers of rows; one is as fast as two
@@ -109,7 +109,7 @@ def tile(code: Code, output: Output, shape: Shape, whole: bool = True) -> Callab
 
         def advance(index: Int, sums: list[Vec], halves: range, last: bool = False) -> list[Vec]:
             offset = index * step_bytes
-            emit.prefetch(coming + offset, step_bytes, level=2)
+            emit.prefetch(coming + offset, prefetched(shape.rows, step_bytes), level=2)
             places = [weight + offset + step_bytes // 2 * half for half in halves]
             weights = [load_weights(emit, place, dtype) for place in places]
             return _add_step(

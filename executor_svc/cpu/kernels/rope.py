@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
 from executor_svc.cpu.kernels.norm import each_piece, normalize
-from executor_svc.device.kernels import AttentionShape
+from executor_svc.device.kernels import AttentionShape, HeadNorms
 
 ROWS_AT_ONCE = 8
 """Rows of an item. Consecutive tokens have keys in the same cache lines; two threads would contend for them."""
@@ -175,3 +175,8 @@ def rotate_columns(emit: Emitter, head: Int, cos: Int, sin: Int, rotation: Rotat
             if angle_dtype == dtype:
                 straight, crossed = straight.rounded(dtype), crossed.rounded(dtype)
             emit.store(straight + crossed, head + at, dtype, count)
+
+
+def in_one_pass(norms: HeadNorms, kv_parts: int) -> bool:
+    """Return whether norms of heads are computed with the rotation: after it, of values, or where keys alone are."""
+    return norms.kind == "heads after rope" or norms.v is not None or kv_parts < 2

@@ -12,7 +12,7 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int
 from executor_svc.cpu.kernels.codegen.tiles import TILE_ROWS
 from executor_svc.cpu.kernels.matmul_tiles import Output
-from executor_svc.cpu.kernels.panel_layout import PANEL, coming_panel
+from executor_svc.cpu.kernels.panel_layout import PANEL
 
 
 def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
@@ -20,7 +20,7 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
 
     Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x [rows, K], weight in panels (`panels`),
     y [rows, N], K, N, bias [N] or 0, the number of threads, tiles of x (`row_tiles`), which are read if there are over
-    FEW_ROWS rows, scratch memory of `scratch_bytes` for each thread, and the memory that is prefetched at the end.
+    FEW_ROWS rows, scratch memory of `scratch_bytes` for each thread, `following` and `stride` of `PanelItem.coming`.
     """
     output = Output("bfloat16", out, with_bias)
 
@@ -39,19 +39,22 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
         row_tiles: Int,
         scratch: Int,
         following: Int,
+        stride: Int,
     ) -> None:
         upper, both = (few_rows(code, output, halves) for halves in (1, 2))
         config, rest = tiles.scratch(emit, 64), tiles.scratch(emit, STEP_BYTES)
         panels, panel_bytes = (columns + (PANEL - 1)) // PANEL, (inner + 1) // 2 * PAIR_BYTES
 
         def few() -> None:
-            coming = coming_panel(item, num_threads, panels, rows, weight, following, panel_bytes)
+            own, place = weight + item * panel_bytes, item + num_threads
+            behind = following + item % num_threads * stride
+            coming = (weight + place * panel_bytes).where(place.less(panels), behind)
             into, biases = y + item * (PANEL * ITEM_BYTES[out]), bias + item * (PANEL * SIZE)
             left = (columns - item * PANEL).least(PANEL)
 
             def call(tile: Callable[..., None]) -> None:
                 strides = (columns * ITEM_BYTES[out], biases, left, rows)
-                tile(emit, x, inner * SIZE, weight + item * panel_bytes, coming, inner, into, *strides)
+                tile(emit, x, inner * SIZE, own, coming, inner, into, *strides)
 
             configure(emit, config, rows)
             emit.when(rows.less(TILE_ROWS + 1), lambda: call(upper))
@@ -66,4 +69,4 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
         emit.when(rows.less(FEW_ROWS + 1), few)
         emit.when(emit.integer(FEW_ROWS).less(rows), many)
 
-    return code.kernel(f"matmul_amx_{output}", 11, body)
+    return code.kernel(f"matmul_amx_{output}", 12, body)

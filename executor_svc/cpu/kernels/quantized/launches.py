@@ -14,7 +14,7 @@ from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.codegen.tiles import TILE_ROWS
 from executor_svc.cpu.kernels.matmul_tiles import Output, has_pairs
-from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE, Coming, coming_of
 from executor_svc.cpu.kernels.quantized import int8_product, products, rows_of_x
 from executor_svc.cpu.kernels.quantized.files.panels import FilePanels
 from executor_svc.cpu.kernels.quantized.layout import STEP, PackedLayout
@@ -53,6 +53,11 @@ class DensePart:
 Part = PackedWeightPart | DensePart
 
 
+def part_streams(part: Part, num_threads: int) -> int:
+    """Return the streams of a part's panels: one where each is made of a file for the item with its number."""
+    return num_threads if part.file is None else 1
+
+
 @dataclass(frozen=True, slots=True)
 class RowForms:
     """Rows of x in the forms in which dense products read them."""
@@ -75,13 +80,14 @@ class Host:
     """Returns memory for a result, by its name, shape and dtype."""
     launch: Callable[[KernelLaunch, int], None]
     """Runs or records a launch, for so many rows."""
-    launch_product: Callable[[KernelLaunch, int, int], None]
-    """As `launch`, for a product with the weight at this address, which the product before it prefetches."""
+    launch_product: Callable[[KernelLaunch, int, Coming], None]
+    """As `launch`, for a product that has two more arguments, `following` and `stride` of `PanelItem.coming`: the
+    product before it gets these as its own."""
     scratch: Callable[[int], Tensor]
     """Returns memory of at least so many bytes for each thread, which the next launch may overwrite."""
     row_forms: Callable[[Tensor], RowForms]
     """Returns rows as dense products read them."""
-    product: Callable[[RowForms, Tensor, Tensor | None, Tensor], None]
+    product: Callable[[RowForms, DensePart, Tensor | None, Tensor], None]
     """Launches y = x @ weight.T + bias, from rows of x, a weight in panels, bias and y."""
 
 
@@ -118,28 +124,26 @@ class PartLaunches:
         sizes = (layout.steps, part.rows, y.shape[1])
         places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
         arguments = (*places, *sizes, self._bias_at(first), sums, scratch.data_ptr())
-        self._product(kernel, arguments, part.packed)
+        self._product(kernel, arguments, part)
 
     def _int8(self, part: PackedWeightPart, steps: RowSteps, first: int) -> None:
         host, layout, y = self._host, part.layout, self._y
         output = Output(self._dtype, DTYPES[y.dtype], self._bias is not None)
         kernel = int8_product.int8_product(host.code, layout, steps, output)
         x, by_blocks = self._quantize(layout.columns, steps, part.order)
-        num_bytes = int8_product.scratch_bytes(layout, steps)
+        num_bytes = int8_product.scratch_bytes(host.code, layout, steps)
         scratch = host.scratch(num_bytes).data_ptr() if num_bytes else 0
         places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
         sizes = (y.shape[1] * y.element_size(), part.rows)
         blocks = (layout.num_blocks, layout.steps_per_block)
         beside = (0 if by_blocks is None else by_blocks.data_ptr(), scratch)
-        self._product(kernel, (*places, *sizes, self._bias_at(first), *blocks, *beside), part.packed)
+        self._product(kernel, (*places, *sizes, self._bias_at(first), *blocks, *beside), part)
 
-    def _product(self, kernel: str, arguments: tuple[int, ...], panels: Tensor) -> None:
-        """Launch a product; `coming_panel` has its last arguments, the weight itself until another one follows."""
-        weight, host = panels.data_ptr(), self._host
-        arguments = (*arguments, host.num_threads, weight)
-        host.launch_product(
-            KernelLaunch(kernel, "rows", ROWS_AT_ONCE, len(panels), arguments), self._x.shape[0], weight
-        )
+    def _product(self, kernel: str, arguments: tuple[int, ...], part: PackedWeightPart) -> None:
+        """Launch a product with a part in panels."""
+        streams, panels = part_streams(part, self._host.num_threads), part.packed
+        launch = KernelLaunch(kernel, "rows", ROWS_AT_ONCE, len(panels), (*arguments, streams))
+        self._host.launch_product(launch, self._x.shape[0], coming_of(panels, streams))
 
     def _quantize(self, columns: int, steps: RowSteps, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8, and by blocks for tiles."""
@@ -164,7 +168,7 @@ class PartLaunches:
         alone = part.rows == y.shape[1]
         into = y if alone else host.new(f"part_{first}_{part.rows}", (x.shape[0], part.rows), y.dtype)
         bias = None if self._bias is None else self._bias[first : first + part.rows]
-        host.product(self._row_forms, part.panels, bias, into)
+        host.product(self._row_forms, part, bias, into)
         if not alone:
             target = y.data_ptr() + first * y.element_size()
             copied = (into.data_ptr(), target, part.rows, y.shape[1])

@@ -7,23 +7,24 @@ from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, In
 from executor_svc.cpu.kernels.norm import each_piece
 
 
-def take_rows(code: Code, dtype: Dtype, width: int, scale: float = 1.0) -> str:
-    """Add the kernel y[i] = table[ids[i]] * scale; returns its name.
+def take_rows(code: Code, dtypes: tuple[Dtype, Dtype], width: int, scale: float = 1.0) -> str:
+    """Add the kernel y[i] = table[ids[i]] * scale; returns its name. dtypes: of table and y.
 
     Items: one for each row of y. Arguments: rows, table [any, width], ids [rows] int64, y [rows, width].
     """
-    size = ITEM_BYTES[dtype]
+    dtype, out = dtypes
+    size, out_size = ITEM_BYTES[dtype], ITEM_BYTES[out]
 
     def body(emit: Emitter, item: Int, _: Int, rows: Int, table: Int, ids: Int, y: Int) -> None:
-        source, into = table + emit.load_int(ids + item * 8) * (width * size), y + item * (width * size)
+        source, into = table + emit.load_int(ids + item * 8) * (width * size), y + item * (width * out_size)
 
         def piece(offset: Int, count: int) -> None:
             value = emit.load(source + offset * size, dtype, count)
-            emit.store(value if scale == 1.0 else value * scale, into + offset * size, dtype, count)
+            emit.store(value if scale == 1.0 else value * scale, into + offset * out_size, out, count)
 
         each_piece(emit, width, piece)
 
-    return code.kernel(f"take_rows_{dtype}_{width}_{scale}", 4, body)
+    return code.kernel(f"take_rows_{dtype}_{out}_{width}_{scale}", 4, body)
 
 
 def copy_columns(code: Code, dtype: Dtype, columns: int, source_width: int, target_width: int) -> str:

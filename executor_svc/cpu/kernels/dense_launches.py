@@ -15,7 +15,7 @@ from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.matmul_tiles import Output, has_pairs, has_tiles, widen_rows
 from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
-from executor_svc.cpu.kernels.quantized.rows_of_x import arrange
+from executor_svc.cpu.kernels.rows import arrange
 
 DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 

@@ -18,6 +18,7 @@ from executor_svc.cpu.kernels.quantized import int8_product, products, rows_of_x
 from executor_svc.cpu.kernels.quantized.files.panels import FilePanels
 from executor_svc.cpu.kernels.quantized.layout import STEP, PackedLayout
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps, quantize_rows, row_items
+from executor_svc.cpu.kernels.rows import arrange
 from executor_svc.device.kernels import GatedActivation
 
 
@@ -188,7 +189,7 @@ class PartLaunches:
         host, x = self._host, self._x
         dtype = torch.float32 if out == "float32" else x.dtype
         y = host.new(f"arranged_{len(self._arranged)}_{wide}", (x.shape[0], wide), dtype)
-        kernel = rows_of_x.arrange(host.code, self._dtype, out, order is not None)
+        kernel = arrange(host.code, self._dtype, out, order is not None)
         places = (x.data_ptr(), y.data_ptr(), 0 if order is None else order.data_ptr())
         host.launch(KernelLaunch(kernel, "rows", 1, 1, (*places, x.shape[1], wide)), x.shape[0])
         return y

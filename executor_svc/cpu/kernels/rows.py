@@ -1,4 +1,4 @@
-"""Gathers rows by index, as embeddings or rows of logits; copies columns; scales rows; copies rows as products read them."""
+"""Gathers rows by index: embeddings, rows of logits; copies columns; scales rows; copies rows as products read them."""
 
 from __future__ import annotations
 

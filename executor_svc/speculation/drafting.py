@@ -43,6 +43,8 @@ class Drafting:
         """Return the step with drafts, whose tokens are written into the slots; before it is computed."""
         if self._source is None or not plan.max_drafts:
             return scheduled
+        if not self._source.looks(self._slots, scheduled.slots):
+            return scheduled
         most = draft_room(self._slots, plan, scheduled)
         (allowed,) = most.nonzero()
         if not len(allowed):

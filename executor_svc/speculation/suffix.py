@@ -116,33 +116,43 @@ class SuffixSource:
         self._sequences = [None] * len(self._sequences)
         self._shared = SharedAutomata(self._max_bytes) if self._max_bytes else None
 
-    def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
-        """As in `DraftSource`; a slot whose admission was not reported gets no drafts."""
-        # In Python's own numbers: there are few rows, and each call of numpy takes as long as a row's tokens.
-        sequences = [self._sequences[slot] for slot in rows.tolist()]
-        texts = [
-            _Text(sequence, slot, num_tokens)
-            for sequence, slot, num_tokens in zip(
-                sequences, rows.tolist(), slots.num_tokens[rows].tolist(), strict=True
-            )
-            if sequence is not None
-        ]
-        counts, drafts = [0] * len(rows), list[int]()
-        if texts:
-            self._index(slots, texts)
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`: indexes, and compares the longest matches with min_match."""
+        known = [text for text in self._texts(slots, rows) if text is not None]
+        if known:
+            self._index(slots, known)
             if self._shared is not None:
                 self._shared.check()
-        known = iter(texts)
-        for i, (sequence, limit) in enumerate(zip(sequences, most.tolist(), strict=True)):
-            if sequence is None:
-                continue
-            text = next(known)
-            if limit:
-                behind = sequence.num_indexed < text.num_tokens
-                found = self._drafts(sequence, self._last_tokens(slots, text) if behind else None, limit)
+        return any(map(self._has_match, known))
+
+    def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
+        """As in `DraftSource`; a slot whose admission was not reported gets no drafts."""
+        counts, drafts = [0] * len(rows), list[int]()
+        for i, (text, limit) in enumerate(zip(self._texts(slots, rows), most.tolist(), strict=True)):
+            if text is not None and limit:
+                behind = text.sequence.num_indexed < text.num_tokens
+                found = self._drafts(text.sequence, self._last_tokens(slots, text) if behind else None, limit)
                 counts[i] = len(found)
                 drafts += found
         return Drafts(np.array(counts, np.int64), np.array(drafts, np.int64))
+
+    def _texts(self, slots: Slots, rows: IntArray) -> list[_Text | None]:
+        """Return the texts of these slots; None: its admission was not reported."""
+        # In Python's own numbers: there are few rows, and each call of numpy takes as long as a row's tokens.
+        texts = list[_Text | None]()
+        for slot, num_tokens in zip(rows.tolist(), slots.num_tokens[rows].tolist(), strict=True):
+            sequence = self._sequences[slot]
+            texts.append(None if sequence is None else _Text(sequence, slot, num_tokens))
+        return texts
+
+    def _has_match(self, text: _Text) -> bool:
+        sequence, least = text.sequence, self._min_match
+        own = sequence.own
+        if sequence.num_indexed < text.num_tokens or own.length[max(own.link[sequence.state], ROOT)] >= least:
+            return True
+        if sequence.shared is None:
+            return False
+        return any(found.length[found.continued(state)] >= least for found, state, _ in sequence.shared.matches())
 
     def _index(self, slots: Slots, texts: Sequence[_Text]) -> None:
         """Add the new tokens of these texts to the automata, own and shared."""

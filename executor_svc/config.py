@@ -59,7 +59,8 @@ class ExecutorConfig(SimulationOptions):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Data type of weights, activations and KV; auto: the checkpoint's data type.",
+        description="Data type of weights, activations and KV; auto: the checkpoint's data type, but on the CPU "
+        "float32 for activations between products with weights in few bits (docs/quantization.md).",
         json_schema_extra=about("Model"),
     )
     numerics: Literal["auto", "exact", "fast"] = Field(

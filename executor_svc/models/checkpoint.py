@@ -147,7 +147,7 @@ class SafetensorsWeights(Weights):
     def _held_bytes(self, stored: StoredTensor) -> int:
         dtype = stored.dtype or torch.uint8
         is_dense = dtype.is_floating_point and dtype.itemsize >= 2 and stored.name.endswith(".weight")
-        return math.prod(stored.shape) * (self._dtype if is_dense else dtype).itemsize
+        return math.prod(stored.shape) * (self.matrix_bytes if is_dense else dtype.itemsize)
 
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `models.base.WeightSource`."""

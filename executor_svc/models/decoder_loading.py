@@ -11,7 +11,7 @@ from typing import Any
 
 from cadenza_common.gguf.file import GgufError
 from executor_svc.config import ExecutorConfig
-from executor_svc.device.interface import Device
+from executor_svc.device.interface import Device, has_fp8_cache
 from executor_svc.device.kernels import Embedding, KVScales, Linear
 from executor_svc.device.ranks import WHOLE, RankKernels
 from executor_svc.models.adapters.places import AdaptingBuilder, ModelAdapters
@@ -101,7 +101,7 @@ def load_decoder(
         weights = _weights(config, device, checkpoint, spec)
         source, saved = _source(config, device, checkpoint, spec, weights, max_model_len, ranks)
         scales = None
-        if device.kv_dtype != device.dtype:
+        if has_fp8_cache(device):
             names = [f"{LAYERS}.{layer}.{spec.names.attention}" for layer in range(spec.num_layers)]
             scales = read_scales(weights, folder, names, layer_heads(spec), device)
         builder: Builder = device if adapters is None else AdaptingBuilder(device, adapters)
@@ -166,7 +166,7 @@ def read_ends(
     try:
         weights, rounding = _weights(config, device, checkpoint, spec), rounding_of(config, device)
         count = spec.vocab_size * spec.hidden_size * (2 if embedding and head and not spec.tied else 1)
-        held = count * device.dtype.itemsize if rounding is None else rounded_bytes(rounding, count)
+        held = count * device.matrix_dtype.itemsize if rounding is None else rounded_bytes(rounding, count)
         what = "the table of embeddings and the head of all tokens, which rank 0 has for drafts,"
         check_memory(checkpoint.folder, held, what, max_model_len, device)
         source = weights if rounding is None else RoundedSource(weights, rounding)
@@ -200,9 +200,13 @@ def open_weights(
     """Return the tensors of a checkpoint, or random ones; spec: as of `SafetensorsWeights`."""
     gguf = checkpoint.gguf
     if gguf is None or config.load_format == "dummy":
-        return folder_weights(config, device, checkpoint.folder, checkpoint.content, spec)
+        found = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec)
+        found.matrix_bytes = device.matrix_dtype.itemsize
+        return found
     stored_names = TensorNames(gguf.metadata.text("general.architecture"), spec.head_size)
-    return GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
+    weights = GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
+    weights.matrix_bytes = device.matrix_dtype.itemsize
+    return weights
 
 
 def _source(
@@ -299,7 +303,7 @@ def _saved(
             f"--save-quantized {config.save_quantized}: --model {config.model} specifies keys and values in fp8, whose "
             "scales are not saved"
         )
-    return QuantizedFolder(config.save_quantized, folder, rounding, device.dtype, num_linears)
+    return QuantizedFolder(config.save_quantized, folder, rounding, device.matrix_dtype, num_linears)
 
 
 def read_scales(

@@ -52,6 +52,8 @@ class Weights:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._torch_device = device
+        self.matrix_bytes = dtype.itemsize
+        """Of a number of a dense matrix in memory."""
         self._hashes: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
         self._not_finite: set[str] = set()
@@ -68,7 +70,7 @@ class Weights:
 
         prefix: of the names, as they are stored, of its tensors. Sources of weights in few bits override it.
         """
-        return num_elements * self._dtype.itemsize
+        return num_elements * self.matrix_bytes
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise LoaderError for a wrong shape or name."""

@@ -311,6 +311,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "mapped_experts",
         "placement",
         "prefix_hits",
+        "real",
         "scheduler_cost",
         "service_plane",
         "speculation",

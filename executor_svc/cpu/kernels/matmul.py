@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
-from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
+from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.matmul_tiles import Output, Shape, has_pairs, tile, tile_shapes
 from executor_svc.cpu.kernels.panel_layout import PANEL, inner_step, panel_item
 
 
-def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
-    """Add the kernel y = x @ weight.T (+ bias), rounded to dtype and written as `out`; returns its name.
+def matmul(code: Code, output: Output) -> str:
+    """Add the kernel y = x @ weight.T (+ bias), rounded and written as `output` says; returns its name.
 
     Items: as `panel_item` has them. Arguments: rows; x [rows, K], as `widen_rows` writes it where the level has no dot
     product of pairs; the weight's panels (`panels`); y [rows, N]; K; N; bias [N] or 0; `streams` of `panel_item`,
     `following` and `stride` of `PanelItem.coming`. Weight and bias are of dtype.
     """
-    output, step = Output(dtype, out, with_bias), inner_step(dtype)
-    size, out_size = ITEM_BYTES[dtype], ITEM_BYTES[out]
+    dtype, step = output.factors, inner_step(output.factors)
+    size, out_size = ITEM_BYTES[dtype], ITEM_BYTES[output.out]
 
     def body(
         emit: Emitter,
@@ -50,7 +50,7 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         weights = weight + work.panel * even * (PANEL * size)
         coming = work.coming(weights, even * (PANEL * size), following, stride)
         into = y + work.first * y_stride + work.panel * (PANEL * out_size)
-        biases = bias + work.panel * (PANEL * size)
+        biases = bias + work.panel * (PANEL * ITEM_BYTES[output.dtype])
 
         def run(tiles: Mapping[int, Callable[..., None]]) -> None:
             for at, count, height in split_rows(work.here, tuple(tiles)):

@@ -32,9 +32,16 @@ class Output:
     out: Dtype
     """What they are written as."""
     with_bias: bool
+    factor_dtype: Dtype | None = None
+    """Of the weight, and of rows of x; None: `dtype`."""
 
     def __str__(self) -> str:
-        return f"{self.dtype}_{self.out}{'_bias' if self.with_bias else ''}"
+        factors = "" if self.factor_dtype is None else f"{self.factor_dtype}_"
+        return f"{factors}{self.dtype}_{self.out}{'_bias' if self.with_bias else ''}"
+
+    @property
+    def factors(self) -> Dtype:
+        return self.factor_dtype or self.dtype
 
     def write(self, emit: Emitter, total: Vec, y: Int, bias: Int, half: int, left: Int | None) -> None:
         """Write 16 sums of a row, the first or second half of a panel; left: columns of a panel that is not whole."""
@@ -88,7 +95,7 @@ def tile(code: Code, output: Output, shape: Shape, whole: bool = True) -> Callab
     this thread will probably need next; the inner dimension; y, and the distance of its rows; the bias; the
     columns that a panel which is not whole writes.
     """
-    dtype, pairs = output.dtype, has_pairs(code.isa, output.dtype)
+    dtype, pairs = output.factors, has_pairs(code.isa, output.factors)
     step = inner_step(dtype)
     step_bytes = PANEL * step * ITEM_BYTES[dtype]
     factor_bytes = step * ITEM_BYTES[dtype if pairs else "float32"]

@@ -35,6 +35,8 @@ class Rotation:
     values_normed: bool = False
     kv_parts: int = 2
     """What rows hold beside queries: keys and values; 1: keys, which are the values too; 0: nothing."""
+    kv_dtype: Dtype | None = None
+    """Of the cache; None: that of heads."""
     heads_between: int = 0
     """Heads between the end of a row and the next row's beginning, which are not touched."""
 
@@ -46,6 +48,7 @@ class Rotation:
             "after": self.norms_after,
             "values": self.values_normed,
             f"between_{self.heads_between}": self.heads_between > 0,
+            f"kv_{self.kv_dtype}": self.kv_dtype is not None,
         }
         named = "".join(f"_{mark}" for mark, there in marks.items() if there)
         return f"{self.size}_{self.angle_dtype}{named}{norms}_{self.kv_parts}"
@@ -62,6 +65,9 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
     size, width = ITEM_BYTES[dtype], shape.padded_head_size
     num_q, num_kv = shape.num_heads, shape.num_kv_heads if rotation.kv_parts else 0
     head_bytes = width * size
+    kept = rotation.kv_dtype or dtype
+    kept_size = ITEM_BYTES[kept]
+    kept_bytes = width * kept_size
 
     def body(
         emit: Emitter, item: Int, _: Int, rows: Int, qkv: Int, cos: Int, sin: Int, angle_rows: Int, slots: Int,
@@ -77,8 +83,8 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
             angles = angle_row * (rotation.size * ITEM_BYTES[rotation.angle_dtype])
             slot = emit.load_int(slots + index * 8)
             block, offset = slot // block_size, slot % block_size
-            keys = kv_layer + block * stride + offset * size
-            values = kv_layer + block * stride + to_values + offset * head_bytes
+            keys = kv_layer + block * stride + offset * kept_size
+            values = kv_layer + block * stride + to_values + offset * kept_bytes
             key_start = start + num_q * head_bytes
 
             def rotate(head: Int, _: list[Vec]) -> None:
@@ -96,7 +102,7 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
             if rotation.scale_dtype is not None:
                 at = query_scales + angle_row * ITEM_BYTES[rotation.scale_dtype]
                 multiply(emit, start, num_q * width, emit.load_all(at, rotation.scale_dtype), dtype)
-            _write_keys(emit, key_start, keys, num_kv, shape, dtype, block_size)
+            _write_keys(emit, key_start, keys, num_kv, shape, (dtype, kept), block_size)
 
         first = item * ROWS_AT_ONCE
         emit.loop(first, rows.least(first + ROWS_AT_ONCE), 1, row)
@@ -109,31 +115,43 @@ def _write_values(
     dtype: Dtype, block_size: int,
 ) -> None:  # fmt: skip
     """Emit the write of `count` heads of values, from the one at `first` on, to a block of the cache."""
-    width, size = shape.padded_head_size, ITEM_BYTES[dtype]
+    width, size, kept = shape.padded_head_size, ITEM_BYTES[dtype], rotation.kv_dtype or dtype
+    kept_size = ITEM_BYTES[kept]
 
     def head(index: Int, _: list[Vec]) -> None:
-        value, to = first + index * (width * size), into + index * (block_size * width * size)
+        value, to = first + index * (width * size), into + index * (block_size * width * kept_size)
         if rotation.values_normed:
             assert rotation.norm_dtype is not None
-            normalize(emit, value, to, weight, dtype, rotation.norm_dtype, width, rotation.norm_eps, shape.head_size)
+            kinds = dtype, rotation.norm_dtype
+            normalize(emit, value, to, weight, *kinds, width, rotation.norm_eps, shape.head_size, out=kept)
             return
         for place in range(0, width, LANES):
-            emit.store(emit.load(value + place * size, dtype), to + place * size, dtype)
+            emit.store(emit.load(value + place * size, dtype), to + place * kept_size, kept)
 
     emit.loop(0, count, 1, head)
 
 
 def _write_keys(
-    emit: Emitter, first: Int, into: Int, count: int, shape: AttentionShape, dtype: Dtype, block_size: int
+    emit: Emitter,
+    first: Int,
+    into: Int,
+    count: int,
+    shape: AttentionShape,
+    dtypes: tuple[Dtype, Dtype],
+    block_size: int,
 ) -> None:
-    """Emit the write of `count` heads of keys, from the one at `first` on, each as a column of a block of the cache."""
-    width, size = shape.padded_head_size, ITEM_BYTES[dtype]
+    """Emit the write of `count` heads of keys, from the one at `first` on, each as a column of a block of the cache.
+
+    dtypes: of heads, and of the cache.
+    """
+    (dtype, kept), width = dtypes, shape.padded_head_size
+    size, kept_size = ITEM_BYTES[dtype], ITEM_BYTES[kept]
 
     def head(index: Int, _: list[Vec]) -> None:
-        key, to = first + index * (width * size), into + index * (block_size * width * size)
+        key, to = first + index * (width * size), into + index * (block_size * width * kept_size)
         for place in range(0, width, LANES):
-            at = to + place * block_size * size
-            emit.scatter(emit.load(key + place * size, dtype), at, block_size * size, dtype)
+            at = to + place * block_size * kept_size
+            emit.scatter(emit.load(key + place * size, dtype), at, block_size * kept_size, kept)
 
     emit.loop(0, count, 1, head)
 

@@ -49,7 +49,7 @@ class GgufWeights(Weights):
     def _least_bytes_of(self, tensor: GgufTensor) -> int:
         kind, numbers = BLOCK_TYPES.get(tensor.type.name), math.prod(tensor.shape)
         if kind is None:
-            return numbers * self._dtype.itemsize if tensor.type.name in DENSE_TYPES else tensor.num_bytes
+            return numbers * self.matrix_bytes if tensor.type.name in DENSE_TYPES else tensor.num_bytes
         return kind.format.num_bytes((numbers // tensor.shape[-1], tensor.shape[-1]))
 
     def holds(self, name: str) -> bool:

@@ -44,7 +44,10 @@ class QuantizedFolder:
     """
 
     def __init__(self, target: str, source: Path, rounding: Rounding, dtype: torch.dtype, num_linears: int) -> None:
-        """source: the folder of the dense checkpoint. Raises LoaderError if the target is there already."""
+        """source: the folder of the dense checkpoint; dtype: of its dense matrices.
+
+        Raises LoaderError if the target is there already.
+        """
         self._target = Path(target).expanduser()
         self._partial = self._target.with_name(f"{self._target.name}.partial")
         self._source = source
@@ -226,7 +229,7 @@ class _SavedWeight:
 
     def blocks(self, rows: int) -> Iterator[Tensor]:
         for block in self._stored.blocks(rows):
-            self._place.write(block)
+            self._place.write(block.to(self._dtype))
             yield block
 
     def whole(self) -> Tensor:

@@ -201,7 +201,7 @@ def test_what_a_file_gives_the_service(tmp_path: Path) -> None:
     ends = {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.bos_token_id": 1}
     path = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.Q8_0), tokens=True, metadata=ends)
     loaded = Model(path).loaded
-    assert loaded.geometry.dtype == "bfloat16"
+    assert loaded.geometry.dtype == "float32"
     assert loaded.geometry.architecture == "LlamaForCausalLM"
     assert loaded.geometry.num_parameters == sum(each.n_elements for each in gguf.GGUFReader(path).tensors)
     assert (loaded.eos_token_ids, loaded.bos_token_id, loaded.tokenizer) == ((3, 5), 1, str(path))

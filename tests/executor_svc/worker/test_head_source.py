@@ -50,6 +50,10 @@ class Watched(HeadSource):
                 row += 1
         super().committed(slots, scheduled, starts)
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        return True
+
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         drafts = super().propose(slots, rows, most)
         ends = drafts.counts.cumsum()

@@ -14,6 +14,7 @@ from torch import Tensor
 from executor_svc.cpu.kernels import activation
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
+from executor_svc.cpu.kernels.dense_launches import widened
 from executor_svc.cpu.kernels.experts.blocks import BLOCK_WORDS, COUNTS, BlockArgument, each_block, group, most_blocks
 from executor_svc.cpu.kernels.experts.choose import choose, scratch_bytes
 from executor_svc.cpu.kernels.experts.combine import combine, spread
@@ -86,7 +87,7 @@ class CpuExpertKernels(CpuKernels):
     """Where the items of a launch are counted in memory, by the rows of an item; empty: all rows are there."""
 
     def as_float32(self, x: Tensor) -> Tensor:
-        wide, columns = self._widened(x), x.shape[1]
+        wide, columns = widened(self.host, x, x.dtype), x.shape[1]
         if wide.shape == x.shape:
             return wide
         return self.copy_columns(wide, 0, self._new("as float32", x.shape, torch.float32), 0, columns)

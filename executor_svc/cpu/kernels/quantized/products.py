@@ -39,7 +39,7 @@ def scratch_bytes(code: Code, layout: PackedLayout, dtype: Dtype) -> int:
 def product(code: Code, layout: PackedLayout, output: Output) -> str:
     """Add the kernel; returns its name.
 
-    Items: as `panel_item` has them. Arguments: rows; x [rows, steps * 32], as `rows_of_x` leaves it;
+    Items: as `panel_item` has them. Arguments: rows; x [rows, steps * 32], as `rows.arrange` leaves it;
     the packed panels; y, its first column that this weight computes; the steps of a row; the columns that it computes;
     the distance of rows of y in columns; bias or 0; sums of x [rows, groups] or 0; scratch memory of all threads;
     `streams` of `panel_item`, `following` and `stride` of `PanelItem.coming`.

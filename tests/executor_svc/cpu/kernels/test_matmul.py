@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from torch import Tensor
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
+from executor_svc.cpu.kernels.matmul_tiles import has_pairs
 from executor_svc.cpu.kernels.panel_layout import AHEAD, PANEL, ROWS_AT_ONCE, panel_item
+from executor_svc.models.linear_weight import LinearWeight
 from tests.executor_svc.cpu.kernels import emitted
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.processors import ISAS
@@ -90,6 +94,41 @@ def test_rows_of_every_number_have_the_same_bits(
         assert equal_bits(linear(x[start : start + rows]), whole[start : start + rows]), rows
     order = torch.randperm(300, generator=torch.Generator().manual_seed(4))
     assert equal_bits(linear(x[order].contiguous()), whole[order])
+
+
+@dataclass
+class Blocks:
+    """A stored weight that is a tensor."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def blocks(self, rows: int) -> Iterator[Tensor]:
+        yield from self.tensor.split(rows)
+
+    def whole(self) -> Tensor:
+        return self.tensor
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(33, 7), (100, 65), (64, 576)])
+def test_weights_in_bf16_of_a_model_in_fp32(kernels: CpuKernels, shape: tuple[int, int], with_bias: bool) -> None:
+    """Rows are rounded to bf16 where the level multiplies that; results and biases are not."""
+    weight, x = randn(0, *shape).to(BF16).float(), randn(2, 70, shape[1])
+    bias = randn(1, shape[0]) if with_bias else None
+    kernels.matrix_dtype = BF16
+    stored = LinearWeight([Blocks(weight)], F32)
+    linear = CpuLinear(stored, bias, kernels)
+    linear.read(stored)
+    kernels.matrix_dtype = None
+    assert linear.panels.dtype == BF16
+    given = x.to(BF16).float() if has_pairs(kernels.isa, "bfloat16") else x
+    check(linear, given, weight, bias, F32)
+    assert equal_bits(linear(x), linear(given))
+    assert all(equal_bits(linear(x[first : first + 3]), linear(x)[first : first + 3]) for first in (0, 30, 67))
 
 
 def test_columns_have_the_bits_of_their_own_rows_of_the_weight(kernels: CpuKernels) -> None:

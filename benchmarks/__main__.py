@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
+    agents,
     cpu_limits,
     cpu_serving,
     disaggregation,
@@ -17,6 +18,7 @@ from benchmarks import (
     mapped_experts,
     placement,
     prefix_hits,
+    real,
     scheduler_cost,
     service_plane,
     speculation,
@@ -34,6 +36,7 @@ from benchmarks.common.benchmark import (
 from benchmarks.fleet import benchmark as fleet
 
 _MODULES = (
+    agents,
     cpu_limits,
     cpu_serving,
     disaggregation,
@@ -45,6 +48,7 @@ _MODULES = (
     mapped_experts,
     placement,
     prefix_hits,
+    real,
     scheduler_cost,
     service_plane,
     speculation,

@@ -3,7 +3,9 @@
 Both services with the simulated executor, whose steps take no time: hits are counted, nothing is timed. Each case runs
 with the KV groups and states of a model, and with attention without windows alone, in pools of as many bytes.
 `shortened`: 64 requests at once share a prefix that was served before, shortened by 0, 1 or 100 tokens. `talk`:
-conversations of 40 turns with a tool's answer after each, in turns. Nothing here depends on the machine.
+conversations of 40 turns with a tool's answer after each, in turns. `split`: the requests of vLLM's issue 45238, 64
+one after the other of 2,200 tokens, which share the first 1,600 or 1,500. `again`: those of 40696 and 51198, a prompt
+and then the same one with a suffix. Nothing here depends on the machine.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ _VOCABULARY = 32_000
 _SHORTENED_BY = (0, 1, 100)
 _NUM_SHARING = 64
 _NUM_TURNS = 40
+_SPLIT, _SPLIT_LENGTH = (1600, 1500), 2200
+_AGAIN, _SUFFIX = (480, 552, 561, 979), 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ MODELS = {
     "gemma-3-12b": Groups("full:1,1024:5", "full:6", 3000),
     "gpt-oss": Groups("full:1,128:1", "full:2", 1000),
     "qwen3-next": Groups("full:1", "full:1", 1000, 200),
+    "qwen3.5-4b": Groups("full:1", "full:1", 1000, 99),
     "lfm2": Groups("full:1", "full:1", 1000, 1),
 }
 
@@ -77,6 +82,23 @@ async def talk(client: AsyncClient, num_talks: int, seed: int) -> Found:
             served += made if turn else []
             talks[index] = [*prompt, *made[0].token_ids, *_draw(rng, rng.randint(20, 200))]
     return _found(served)
+
+
+async def split(client: AsyncClient, num_shared: int, seed: int) -> Found:
+    """Serve requests of one length that share their first tokens, one after the other."""
+    rng = random.Random(seed)
+    text, served = _draw(rng, num_shared), list[_Served]()
+    for _ in range(_NUM_SHARING):
+        served += await _serve(client, [[*text, *_draw(rng, _SPLIT_LENGTH - num_shared)]], 2)
+    return _found(served)
+
+
+async def again(client: AsyncClient, num_tokens: int, seed: int) -> Found:
+    """Serve a prompt, then the same one with a suffix; what the second finds."""
+    rng = random.Random(seed)
+    prompt = _draw(rng, num_tokens)
+    await _serve(client, [prompt], 1)
+    return _found(await _serve(client, [[*prompt, *_draw(rng, _SUFFIX)]], 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +144,16 @@ def measure(groups: Groups, what: str, num: int, seed: int, *, windowed: bool, n
 
 async def _measure(target: str, groups: Groups, what: str, num: int, seed: int) -> Found:
     async with AsyncClient(target) as client:
-        return await (shortened(client, groups, num, seed) if what == "shortened" else talk(client, num, seed))
+        if what == "shortened":
+            return await shortened(client, groups, num, seed)
+        return await {"talk": talk, "split": split, "again": again}[what](client, num, seed)
 
 
 def _run(options: argparse.Namespace) -> Iterator[Row]:
     cases = [("shortened", missing) for missing in _SHORTENED_BY]
     cases += [("talk", num_talks) for num_talks in options.talks]
+    cases += [("split", num) for num in _SPLIT] + [("again", num) for num in _AGAIN]
+    cases = [(what, num) for what, num in cases if what in options.cases]
     for model in options.models:
         for what, num in cases:
             repeats = []
@@ -151,7 +177,12 @@ def _compare(groups: Groups, what: str, num: int, seed: int, num_pages: int) -> 
 
 def _describe(row: Row) -> str:
     found, params = row.medians, row.params
-    what = f"{params['num']} talks" if params["what"] == "talk" else f"{_NUM_SHARING} requests, {params['num']} less"
+    what = {
+        "shortened": f"{_NUM_SHARING} requests, {params['num']} less",
+        "talk": f"{params['num']} talks",
+        "split": f"{_NUM_SHARING} requests that share {params['num']} of {_SPLIT_LENGTH} tokens",
+        "again": f"a prompt of {params['num']} tokens again",
+    }[params["what"]]
     return (
         f"{params['model']}, {what}: {found['cached_share']:.1%} of the prompt tokens cached, "
         f"{found['requests_without']:.0f} requests find nothing; full attention in as many bytes: "
@@ -161,6 +192,8 @@ def _describe(row: Row) -> str:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default all)")
+    cases = ("shortened", "talk", "split", "again")
+    parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases), help="(default all)")
     parser.add_argument("--talks", type=positive, nargs="+", default=[1, 4], help="at once (default 1 4)")
     parser.add_argument("--pages", type=positive, default=6000, help="of the pool (default 6000)")
 

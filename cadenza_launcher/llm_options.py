@@ -138,7 +138,8 @@ class LLMOptions(TypedDict, total=False):
     """Device that runs the model; auto: a GPU if PyTorch finds one, else the CPU. [default: auto]"""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None
-    """Data type of weights, activations and KV; auto: the checkpoint's data type. [default: auto]"""
+    """Data type of weights, activations and KV; auto: the checkpoint's data type, but on the CPU float32 for
+    activations between products with weights in few bits (docs/quantization.md). [default: auto]"""
 
     numerics: Literal["auto", "exact", "fast"] | None
     """exact: results of a request do not depend on the other requests of its batch, bit by bit; fast: no such

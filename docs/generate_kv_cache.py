@@ -6,15 +6,14 @@ A drawing has a character for each page of the device pool, by what it holds.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 from scheduler_runs import Run, fenced, grid, lane_spec, name_of, write_page
 
 from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.types import ExecutorSpec
+from tests.helpers.core.page_letters import page_letters
 
 TARGET = Path(__file__).with_name("kv-cache.md")
 _Requests = list[tuple[str, list[int], int]]
@@ -47,33 +46,14 @@ def _drawn(spec: ExecutorSpec, requests: _Requests, every: int = 1) -> str:
         saves = [str(position) for position in step.plan.state_saves.positions]
         if found or saves or number % every == 0:
             row = [_computes(step), " ".join(found), " ".join(saves)]
-            rows.append([number, *(cell or "-" for cell in row), _map(run)])
+            rows.append([number, *(cell or "-" for cell in row), page_letters(run.lane)])
         run.apply(step)
-    return fenced(grid([*rows, ["end", "", "", "", _map(run)]]))
+    return fenced(grid([*rows, ["end", "", "", "", page_letters(run.lane)]]))
 
 
 def _computes(step: PlannedStep) -> str:
     chunks = [f"{name_of(each.sequence)}: {each.num_tokens}" for each in step.chunks if each.num_tokens]
     return " ".join(chunks) or "1 token"
-
-
-def _map(run: Run) -> str:
-    """F: KV of all positions; W: of a window; S: a state, or a copy that is being made; small: nobody holds it, and a
-    request may find it (s: a snapshot); a dot: unused."""
-    pool = cast("PagedPool", run.lane.blocks.pool)
-    roles = ["."] * pool.num_pages
-    for block_id in {*pool.cached, *(each for each, count in enumerate(pool.num_holders) if count)}:
-        for page in pool.full_pages_of(block_id):
-            roles[page] = "F" if pool.num_holders[block_id] else "f"
-    letters = "W" * (len(pool.windows) - bool(run.lane.spec.pages_per_state)) + "S"
-    for letter, blocks, refs in zip(letters, pool.windows, pool.window_refs, strict=False):
-        for block_id, pages in blocks.items():
-            for page in pages:
-                roles[page] = letter if block_id in refs else letter.lower()
-    for pages in pool.states:
-        for page in pages:
-            roles[page] = "S"
-    return "".join(roles)
 
 
 if __name__ == "__main__":

@@ -75,9 +75,9 @@ where there is no `--served-model-name`, and as `root`.
 
 Where the gateway listens on loopback and asks for no keys, any page in a browser of this machine could use the model
 ([page](page.md#who-sees-what)). So it answers requests for its own names alone: addresses, `localhost`, names in
-`.localhost` and `.internal` (`host.docker.internal`), that of `--http`, and those of `--page-host`; and none with an
-`Origin` of another site, unless `--http-cors-origin` has it. Others get 403. A proxy whose requests ask for
-another name, as tunnels' and those of an nginx with a named upstream do, wants that name in `--page-host`.
+`.localhost` and `.internal` (`host.docker.internal`), the host in `--http`, and the names in `--page-host`. A request
+with an `Origin` of another site is answered only if `--http-cors-origin` has it. Others get 403. Some proxies ask for
+another name: tunnels, and nginx with a named upstream. Put this name into `--page-host`.
 
 Beyond loopback the gateway wants `--http-tls-cert` and `--http-tls-key`, or `--insecure`. Keys go to a scheduler on
 another machine only with TLS ([security](security.md)), or with `--insecure`.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from cadenza_common.serving.stop_signals import DRAIN_TIMEOUT_S
 from cadenza_common.settings.help import about
-from cadenza_common.settings.service import ServiceSettings, split_list
+from cadenza_common.settings.service import split_list
+from executor_svc.simulation_options import SimulationOptions
 
 _GPU_SEQS, _GPU_BATCHED_TOKENS = 256, 2048
 """Defaults of max_num_seqs and max_num_batched_tokens on a GPU."""
@@ -23,7 +24,7 @@ CpuIsa = Literal["auto", "avx2", "avx-vnni", "avx512", "avx512-vnni", "avx512-bf
 Speculative = Literal["off", "ngram", "suffix", "draft", "eagle3", "mtp", "auto"]
 
 
-class ExecutorConfig(ServiceSettings):
+class ExecutorConfig(SimulationOptions):
     """Serve a model to a Cadenza scheduler.
 
     Example: python -m executor_svc --model models/cadenza-demo --listen :50052
@@ -35,57 +36,11 @@ class ExecutorConfig(ServiceSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="python -m executor_svc")
     service: ClassVar[str] = "executor"
+    _pool_pages: tuple[int, int] | None = PrivateAttr(None)
     exit_codes: ClassVar[str] = (
         "Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options, 4 a step hung, 5 another rank is gone."
     )
 
-    # Before `model`, whose check reads it.
-    simulate: str | None = Field(
-        None,
-        min_length=1,
-        description="Simulate the model: steps take no time (instant), or the time that a JSON file of step costs "
-        "gives; docs/simulated.md.",
-        json_schema_extra=about("Simulation", values="instant, COSTS.json"),
-    )
-    simulate_vocab_size: int = Field(
-        32768,
-        ge=2,
-        le=2**21,
-        description="Number of token ids of the simulated model; a config.json in the folder of --model overrides it.",
-        json_schema_extra=about("Simulation", "tokens"),
-    )
-    simulate_eos_token_id: int | None = Field(
-        None,
-        ge=0,
-        description="Token id that ends outputs of the simulated model; a config.json in the folder of --model "
-        "overrides it.",
-        json_schema_extra=about("Simulation"),
-    )
-    simulate_kv_groups: str | None = Field(
-        None,
-        min_length=1,
-        description="KV groups of the simulated model, joined by commas: the positions that a row reads, or full, and "
-        "the pages of a block; --num-gpu-blocks then counts pages.",
-        json_schema_extra=about("Simulation", values="full:1,1024:5"),
-    )
-    simulate_state_pages: int = Field(
-        0,
-        ge=0,
-        le=256,
-        description="Pages of the recurrent state of each sequence of the simulated model; 0: it has none. "
-        "--num-gpu-blocks then counts pages.",
-        json_schema_extra=about("Simulation"),
-    )
-    inject: str | None = Field(
-        None,
-        min_length=1,
-        description="Only for tests, with --simulate or a model on the CPU: faults of this process, joined by commas, "
-        "each in its step of this number; die only with --simulate; docs/simulated.md.",
-        json_schema_extra=about(
-            "Simulation",
-            values="hang@STEP[:SECONDS], oom@STEP, device-error@STEP, non-finite@STEP[:SLOT], die@TOKEN:POSITION",
-        ),
-    )
     model: str = Field(
         "",
         validate_default=True,
@@ -104,7 +59,8 @@ class ExecutorConfig(ServiceSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Data type of weights, activations and KV; auto: the checkpoint's data type.",
+        description="Data type of weights, activations and KV; auto: the checkpoint's data type, but on the CPU "
+        "float32 for activations between products with weights in few bits (docs/quantization.md).",
         json_schema_extra=about("Model"),
     )
     numerics: Literal["auto", "exact", "fast"] = Field(
@@ -399,6 +355,17 @@ class ExecutorConfig(ServiceSettings):
     def adapter_roots(self) -> tuple[Path, ...] | None:
         """The folders below which adapters may be read; None: any."""
         return tuple(map(Path, self.lora_root)) or None
+
+    @property
+    def pool_pages(self) -> tuple[int, int] | None:
+        """Pages of the device pool and the host pool, whatever the options say of blocks; None: as they say."""
+        return self._pool_pages
+
+    def with_pages(self, on_device: int, on_host: int) -> ExecutorConfig:
+        """Return the options with pools of exactly so many pages, as a plan log has them."""
+        config = self.model_copy()
+        config._pool_pages = on_device, on_host
+        return config
 
     def sized_for(self, device: str) -> ExecutorConfig:
         """Return the options with the default step sizes of a device: "cpu", "cuda" or "simulated"."""

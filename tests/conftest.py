@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.helpers.bytecode import make_bytecode
 from tests.helpers.forks import client as forks
 from tests.helpers.kept import begin_run, end_run
 from tests.helpers.marks import draw_fewer, sample
@@ -42,6 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if "TEST_NEW_INTERPRETERS" not in os.environ and sys.platform == "linux":
         forks.install()
     begin_run()
+    workers = 0 if hasattr(config, "workerinput") else config.getoption("numprocesses", 0)
+    if workers:
+        make_bytecode(config, workers)
 
 
 def pytest_unconfigure() -> None:
@@ -88,14 +92,20 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
-if _HAS_TORCH:
+_ARGUMENTS = " ".join(["", *sys.argv[1:]])
+_STARTS_WORKERS = (
+    "PYTEST_XDIST_WORKER" not in os.environ
+    and re.search(r" (-n|--numprocesses)[ =]?(?![ =]?0)", _ARGUMENTS) is not None
+)
+"""This process runs no test itself: it imports no torch, and the workers start seconds earlier."""
+if _HAS_TORCH and not _STARTS_WORKERS:
     import torch
 
     # Before Triton is imported, which transformers does beside a CUDA build of PyTorch: its decorators decide then.
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
 _NEEDS_TORCH = re.compile(
-    r"^\s*(?:from|import) (?:torch|tests\.checkpoints|executor_svc(?!\.config)"
+    r"^\s*(?:from|import) (?:torch|tests\.checkpoints|tests\.executor_svc\.models|executor_svc(?!\.config)"
     r"|tests\.fuzz\.wire\.(?:floods|run)"
     r"|tests\.chaos\.(?:__main__|run)"
     r"|tests\.helpers\.(?:services|executor_harness|sampling|stepping))\b",

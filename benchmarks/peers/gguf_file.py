@@ -41,8 +41,11 @@ def gguf_path(folder: Path, cache: Path, weights: str = "bf16") -> Path:
 def gguf_of(folder: Path, cache: Path, weights: str = "bf16") -> Path:
     """The checkpoint as GGUF, made once in `cache`; in few bits it is made of the file in bf16.
 
-    Raises ValueError for a checkpoint of another family or not in bf16.
+    A GGUF file in the folder's place is taken as it is. Raises ValueError for a checkpoint of another family or not in
+    bf16.
     """
+    if folder.suffix == ".gguf":
+        return folder
     path = gguf_path(folder, cache, weights)
     if path.exists():
         return path

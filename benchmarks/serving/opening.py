@@ -27,6 +27,8 @@ GGUF_WEIGHTS = tuple(QUANTIZED_TYPES)
 ROUNDED_WEIGHTS = ("int8", "int4")
 """Rounded to nearest when Cadenza loads the checkpoint."""
 WEIGHTS = (BF16, *GGUF_WEIGHTS, *ROUNDED_WEIGHTS)
+STORED = "as stored"
+"""A GGUF file in the place of a checkpoint: every system reads it as it is."""
 _OPENVINO = {"Q8_0": "int8", "Q4_0": "int4", "Q4_K_M": "int4"}
 
 
@@ -119,6 +121,8 @@ def systems_with(weights: str) -> tuple[str, ...]:
     """The systems that have these weights, of --weights, or others of as many bits."""
     if weights == BF16:
         return SYSTEMS
+    if weights == STORED:
+        return CADENZA, LLAMA, IK_LLAMA
     if weights in GGUF_WEIGHTS:
         return (CADENZA, LLAMA, IK_LLAMA, *((OPENVINO,) if weights in _OPENVINO else ()))
     return CADENZA, OPENVINO

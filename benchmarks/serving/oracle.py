@@ -54,6 +54,10 @@ class OracleSource:
         self._texts = {tuple(text.prompt): _spoiled(text, seed + index) for index, text in enumerate(texts)}
         self._of_slot: dict[int, IntArray] = {}
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        return True
+
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """As in `DraftSource`."""
         made = [

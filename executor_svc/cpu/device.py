@@ -17,7 +17,13 @@ from executor_svc.config import CPU_MEMORY_SHARE as _SHARE
 from executor_svc.config import CpuIsa, ExecutorConfig
 from executor_svc.cpu.file_linear import CpuFileLinear
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, Isa, forced_isa
-from executor_svc.cpu.kernels.linear import CpuLinear, PanelEmbedding, probe_linear, rows_with_drafts
+from executor_svc.cpu.kernels.linear import (
+    CpuLinear,
+    CpuTableEmbedding,
+    PanelEmbedding,
+    probe_linear,
+    rows_with_drafts,
+)
 from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart
 from executor_svc.cpu.kernels.states.kernels import CpuStateKernels
 from executor_svc.cpu.stored_linear import CpuStoredLinear, StoredEmbedding
@@ -26,7 +32,7 @@ from executor_svc.cpu_memory import free_memory_bytes, one_at_a_time, promise_me
 from executor_svc.device.dense_rows import DenseRows
 from executor_svc.device.file_rows import MappedFiles, NotInPlaceError, Stacked
 from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores
-from executor_svc.device.kernels import Embedding, Kernels, Linear, TableEmbedding, WeightRows
+from executor_svc.device.kernels import Embedding, Kernels, Linear, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
 from executor_svc.device.kv_layout import KVLayout
 from executor_svc.device.pool_sizes import chosen_pages, least_of, with_states
@@ -94,7 +100,7 @@ class CpuDevice:
     def __init__(self, config: ExecutorConfig) -> None:
         self.torch_device = torch.device("cpu")
         self._dtype_option = config.dtype
-        self.dtype = self.kv_dtype = _resolve_dtype(config.dtype, "float32")
+        self.dtype = self.kv_dtype = self.matrix_dtype = _resolve_dtype(config.dtype, "float32")
         for option, value, plain in (
             ("--quantization", config.quantization, ("none", "int8", "int4")),
             ("--kv-cache-dtype", config.kv_cache_dtype, ("auto", "model")),
@@ -137,8 +143,15 @@ class CpuDevice:
     def versions(self) -> tuple[str, ...]:
         return (f"torch {torch.__version__}", f"numpy {np.__version__}", f"llvmlite {llvmlite.__version__}")
 
-    def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False) -> None:
-        self.dtype = self.kv_dtype = _resolve_dtype(self._dtype_option, checkpoint_dtype)
+    def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False, few_bits: bool = False) -> None:
+        """As in `Device`. By default a model with products in int8 runs in float32 between them.
+
+        Its KV and dense matrices stay in bfloat16.
+        """
+        self.dtype = self.kv_dtype = self.matrix_dtype = _resolve_dtype(self._dtype_option, checkpoint_dtype)
+        in_int8 = few_bits and self._quantized_activations != "off" and self._kernels.isa.has("avx2")
+        if in_int8 and self._dtype_option == "auto" and self.dtype == torch.bfloat16:
+            self.dtype, self._kernels.matrix_dtype = torch.float32, self.matrix_dtype
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -165,7 +178,9 @@ class CpuDevice:
         if isinstance(weight, StoredLinear) and StoredEmbedding.is_possible(weight):
             table = self._read_stored(name, weight, None)
             return StoredEmbedding(table, self._kernels)
-        return TableEmbedding(self._dense(name, weight).whole(), self._kernels)
+        dense = self._dense(name, weight).whole()
+        held = self._kernels.matrix_dtype or dense.dtype
+        return CpuTableEmbedding(dense.to(held), self.dtype, self._kernels)
 
     def prepare_tied(
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
@@ -213,8 +228,11 @@ class CpuDevice:
         linear = CpuLinear(weight, bias, self._kernels)
         if not isinstance(weight, Tensor):
             self._read_later(lambda: linear.read(weight))
-        dtype = linear.panels.dtype
-        self._linears.setdefault((*weight.shape, bias is not None, dtype), (name, linear, dtype))
+        kind = (*weight.shape, bias is not None, linear.panels.dtype, linear.dtype)
+        self.few_bits.saved_bytes += (
+            weight.shape[0] * weight.shape[1] * (linear.dtype.itemsize - linear.panels.itemsize)
+        )
+        self._linears.setdefault(kind, (name, linear, linear.dtype))
         return linear
 
     def _prepare_in_file(
@@ -271,7 +289,7 @@ class CpuDevice:
         num_pages: int | None,
     ) -> KVCache:
         draft = draft or DraftLayers((), 0)
-        layout = model_layout(geometry, self._kernels.padded_head_size, draft, config, self.dtype)
+        layout = model_layout(geometry, self._kernels.padded_head_size, draft, config, self.kv_dtype)
         size = layout.bytes_per_block
         pages = chosen_pages(layout, config) if num_pages is None else num_pages
         host_bytes = config.num_cpu_blocks * size

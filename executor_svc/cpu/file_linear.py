@@ -74,14 +74,15 @@ class CpuFileLinear:
                 scales = self._place(found.scales, rows, made.scales_row_bytes, own)
             int8 = int8_rows(self._kernels.isa, layout, source.whole_row_activations, self._quantized_activations)
             return PackedWeightPart(layout, memory, rows, None, int8, made, scales)
-        row_bytes = columns * self._dtype.itemsize
-        if DENSE.get(found.stored_as) != str(self._dtype).removeprefix("torch."):
-            raise NotInPlaceError(f"it is {found.stored_as} in the file, and the model runs in {self._dtype}")
+        dtype = self._kernels.matrix_dtype or self._dtype
+        row_bytes = columns * dtype.itemsize
+        if DENSE.get(found.stored_as) != str(dtype).removeprefix("torch."):
+            raise NotInPlaceError(f"it is {found.stored_as} in the file, and the model runs in {dtype}")
         if row_bytes % UNIT_BYTES:
             raise NotInPlaceError(f"a row of {columns} numbers is no whole number of pairs")
         made = FilePanels(found.stored_as, rows, row_bytes, row_bytes * PANEL, None)
         # What stands for so many panels: as many bytes from the weight's address on.
-        return DensePart(self._place(found, rows, row_bytes, row_bytes)[:panels], rows, made)
+        return DensePart(self._place(found, rows, row_bytes, row_bytes)[:panels], rows, made, dtype)
 
     def _place(self, found: FileRows, rows: int, stride: int, row_bytes: int) -> Tensor:
         """Return the memory of rows."""

@@ -14,13 +14,13 @@ from executor_svc.cpu.kernels.linear import BLOCK_BYTES
 from executor_svc.cpu.kernels.panel_layout import PANEL
 from executor_svc.cpu.kernels.panels import new_panels
 from executor_svc.cpu.kernels.quantized.int8_steps import has_int8, row_steps
-from executor_svc.cpu.kernels.quantized.launches import DensePart, PackedWeightPart, Part
+from executor_svc.cpu.kernels.quantized.launches import DensePart, PackedWeightPart, Part, may_be_gated
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout, is_supported
 from executor_svc.cpu.kernels.quantized.many_rows import MOST_STEPS
 from executor_svc.cpu.kernels.quantized.packing import QuantPanelWriter, new_packed
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps
 from executor_svc.device.dense_rows import DequantizedRows
-from executor_svc.device.kernels import WeightRows
+from executor_svc.device.kernels import GatedActivation, WeightRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows, StoredLinear
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class CpuStoredLinear:
                 ), source
             _log.warning("%s: no kernel for %s, kept in %s", name, source.format.name, self.dtype)
             source = DequantizedRows(source, self.dtype, torch.device("cpu"))
-        return DensePart(new_panels(rows, columns, self.dtype), rows), source
+        return DensePart(new_panels(rows, columns, self._kernels.matrix_dtype or self.dtype), rows), source
 
     def read(self) -> None:
         """Read the weight into memory; any thread may do so, once."""
@@ -84,13 +84,21 @@ class CpuStoredLinear:
                     self._writers[part.layout].write(part.packed, first, block)
                 else:
                     assert isinstance(block, Tensor)
-                    self._kernels.panel_writer.write(part.panels, first, block)
+                    self._kernels.panel_writer.write(part.panels, first, block.to(part.panels.dtype))
                 first += len(block)
         self._sources.clear()
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Map [rows, in_features], contiguous, to [rows, out_features]; out_dtype: that of x, or float32."""
         return self._kernels.stored_linear(x, self.parts, self.bias, self.out_features, out_dtype or x.dtype)
+
+    def of_gated(self, gate_up: Tensor, activation: GatedActivation) -> Tensor:
+        """As in `device.kernels.GatedLinear`; where it can, activation and conversion to int8 are one launch."""
+        if not may_be_gated(self.parts):
+            activate = {"silu": self._kernels.silu_mul, "gelu_tanh": self._kernels.gelu_tanh_mul}[activation]
+            return self(activate(gate_up))
+        out = self.bias, self.out_features, gate_up.dtype
+        return self._kernels.stored_linear(gate_up, self.parts, *out, activation)
 
 
 class StoredEmbedding:
@@ -109,7 +117,7 @@ class StoredEmbedding:
 
     def __call__(self, token_ids: Tensor, scale: float) -> Tensor:
         if isinstance(self._part, DensePart):
-            return self._kernels.embed_from_panels(self._part.panels, self._hidden, token_ids, scale)
+            return self._kernels.embed_from_panels(self._part.panels, self._hidden, token_ids, scale, self._dtype)
         return self._kernels.embed_from_packed(self._part, token_ids, scale, self._dtype)
 
 

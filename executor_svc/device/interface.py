@@ -49,6 +49,8 @@ class Device(Protocol):
     torch_device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    matrix_dtype: torch.dtype
+    """Of dense matrices: `dtype`, or a narrower one."""
     numerics: Numerics
     few_bits: FewBits
     """Of the weights prepared so far."""
@@ -79,10 +81,11 @@ class Device(Protocol):
         """The libraries whose version may change the bits of a result, as `name version`."""
         ...
 
-    def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False) -> None:
+    def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False, few_bits: bool = False) -> None:
         """Set `dtype` and `kv_dtype` from the options and, where these are auto, from the checkpoint.
 
-        fp8_cache: the checkpoint specifies keys and values in fp8. Raises DeviceError for an unsupported option.
+        fp8_cache: the checkpoint specifies keys and values in fp8. few_bits: it has weights in few bits that may be
+        multiplied with activations in int8. Raises DeviceError for an unsupported option.
         """
         ...
 
@@ -137,6 +140,11 @@ class Device(Protocol):
         Raises NumericsError naming the shape that fails the check.
         """
         ...
+
+
+def has_fp8_cache(device: Device) -> bool:
+    """Return whether keys and values are in fp8; the device's dtypes are set."""
+    return device.kv_dtype == torch.float8_e4m3fn
 
 
 def is_interpreted() -> bool:

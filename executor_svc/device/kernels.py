@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -122,6 +122,15 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Return x @ weight.T + bias for contiguous x, in the dtype of x; out_dtype float32: unrounded, as float32."""
+        ...
+
+
+@runtime_checkable
+class GatedLinear(Protocol):
+    """A linear that can be given gate and up in place of what an activation makes of them."""
+
+    def of_gated(self, gate_up: Tensor, activation: GatedActivation) -> Tensor:
+        """Return the linear of activation(gate) * up for gate_up [T, 2 * in_features]; the bits are the same."""
         ...
 
 

@@ -9,8 +9,10 @@ from executor_svc.device.kv_layout import KVLayout
 def chosen_pages(layout: KVLayout, config: ExecutorConfig) -> int | None:
     """Return the pages of `--num-gpu-blocks`: so many blocks of all layers, and a state for each of --max-num-seqs.
 
-    None where the option is not given.
+    None where the option is not given. With `config.pool_pages`, those.
     """
+    if config.pool_pages is not None:
+        return config.pool_pages[0]
     if config.num_gpu_blocks is None:
         return None
     return config.num_gpu_blocks * layout.num_tables + config.max_num_seqs * layout.pages_per_state

@@ -80,7 +80,7 @@ class GpuDevice:
                 f"--device cuda: this GPU has compute capability {arch // 10}.{arch % 10}, 8.0 is the least"
             )
         self._dtype_option, self._kv_option = config.dtype, config.kv_cache_dtype
-        self.dtype = self.kv_dtype = torch.bfloat16
+        self.dtype = self.kv_dtype = self.matrix_dtype = torch.bfloat16
         self.num_threads = config.num_threads or cores()
         self._arch = arch
         assert config.quantization != "int4"
@@ -106,10 +106,10 @@ class GpuDevice:
     def versions(self) -> tuple[str, ...]:
         return (f"torch {torch.__version__}", f"triton {triton.__version__}", f"cuda {torch.version.cuda}")
 
-    def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False) -> None:
+    def adopt_dtype(self, checkpoint_dtype: str, fp8_cache: bool = False, few_bits: bool = False) -> None:
         chosen = checkpoint_dtype if self._dtype_option == "auto" else self._dtype_option
         known = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-        self.dtype = known.get(chosen, torch.float32)
+        self.dtype = self.matrix_dtype = known.get(chosen, torch.float32)
         reason = self._no_fp8_cache()
         if self._kv_option == "fp8" and reason is not None:
             raise DeviceError(f"--kv-cache-dtype fp8: needs {reason}")

@@ -8,12 +8,14 @@ from typing import Protocol
 
 import numpy as np
 
+from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult, StepTimings
 from executor_svc.batch.mirror_slots import MirrorSlots, ReportedTokens
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slot_digest import digest_of
-from executor_svc.batch.step_result import Computed, SampledTokens, make_result
+from executor_svc.batch.step_result import WRONG_STATE, Computed, SampledTokens, make_result
+from executor_svc.gpu.device_slots import CommittedTokens
 from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.sampling.step_sampling import Enqueued, Forward, StepSampling
 from executor_svc.gpu.step_states import EnqueuedStates, StepSaves
@@ -68,6 +70,7 @@ class GpuStep:
         self._states = states
         self._launched = time.monotonic_ns()
         self._result: StepResult | None = None
+        self._invalid: InvalidPlan | None = None
 
     def is_done(self) -> bool:
         """Return whether `result` would return at once, or no sooner if it is called later.
@@ -97,9 +100,14 @@ class GpuStep:
             self._enqueued = self._owner.sample(self._enqueued)
 
     def result(self) -> StepResult:
-        """Wait for the step and all earlier ones. Raises any error of the device."""
-        if self._result is None:
+        """Wait for the step and all earlier ones.
+
+        Raises any error of the device, and InvalidPlan if a slot's state did not stand where the plan says.
+        """
+        if self._result is None and self._invalid is None:
             self._owner.settle_until(self)
+        if self._invalid is not None:
+            raise self._invalid
         assert self._result is not None
         return self._result
 
@@ -110,7 +118,11 @@ class GpuStep:
         none = self._scheduled.slots[:0]
         scheduled, computed = self._scheduled, Computed(SampledTokens(none, none, None), none)
         if self._enqueued is not None:
-            scheduled, computed = self._settle(slots, self._enqueued)
+            try:
+                scheduled, computed = self._settle(slots, self._enqueued)
+            except InvalidPlan as exc:
+                self._invalid = exc  # A later plan may settle this one, and is not the one to fail.
+                return
         digest = digest_of(slots) if self._plan.debug_digest else b""
         total_ns = self._timings.total_ns + time.monotonic_ns() - self._launched
         timings = replace(self._timings, device_ns=computed.device_ns, sample_ns=computed.sample_ns, total_ns=total_ns)
@@ -121,6 +133,7 @@ class GpuStep:
         committed = enqueued.tokens.wait()
         if enqueued.masks is not None:
             committed = replace(committed, errors=enqueued.masks.errors(committed.errors, committed.owners))
+        self._check_states(committed)
         idle, scheduled = committed.idle, committed.with_drafts(self._scheduled)
         errors = np.where(idle, 0, committed.errors)
         taken = ReportedTokens(committed.token_ids, errors, idle, committed.positions)
@@ -138,3 +151,10 @@ class GpuStep:
         self._owner.sampling.masks.committed(slots, scheduled, sampled)
         device_ns, sample_ns = self._clock.between()
         return scheduled, Computed(sampled, committed.positions, prompts, device_ns, sample_ns, saved)
+
+    def _check_states(self, committed: CommittedTokens) -> None:
+        """Raise InvalidPlan if a slot's state did not stand where the plan says. Nothing else of the step counts."""
+        wrong = committed.errors == WRONG_STATE
+        if wrong.any():
+            slot = self._scheduled.sampling_slots[committed.owners[wrong.argmax()]]
+            raise InvalidPlan(f"state_pages of slot {slot} hold a state that stands elsewhere than computed tokens say")

@@ -9,102 +9,39 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cadenza_common.gguf.file import GgufError, GgufFile
+from cadenza_common.gguf.file import GgufError
 from executor_svc.config import ExecutorConfig
-from executor_svc.device.interface import Device
+from executor_svc.device.interface import Device, has_fp8_cache
 from executor_svc.device.kernels import Embedding, KVScales, Linear
 from executor_svc.device.ranks import WHOLE, RankKernels
 from executor_svc.models.adapters.places import AdaptingBuilder, ModelAdapters
 from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
-from executor_svc.models.checkpoint import SafetensorsWeights, Weights
+from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.decoder import Decoder, is_ignored, layer_heads
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.file_form import LAYERS
 from executor_svc.models.fit.text import fit_sentence
-from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
-from executor_svc.models.gguf.config_content import config_content
+from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.tensor_names import TensorNames
-from executor_svc.models.gguf.weights import GgufWeights, read_vector
+from executor_svc.models.gguf.weights import GgufWeights
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
+from executor_svc.models.named_weights import Weights
+from executor_svc.models.opened import Checkpoint
 from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.parallel.recurrent import num_whole
 from executor_svc.models.parallel.source import RankSource
 from executor_svc.models.parallel.split import linears_elsewhere, num_own_elements, spec_of
 from executor_svc.models.quantized.method import read_quantization
-from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
-from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
 from executor_svc.models.spec import DecoderSpec, bias_names, linear_shapes
 from executor_svc.models.stacked_experts import StackedExpertWeights
 from executor_svc.models.stored_forms import with_stored_forms
 from executor_svc.plan.description import LayerHeads
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A model folder or GGUF file whose config is read, and whose tensors are not."""
-
-    folder: Path
-    """With `gguf`, that file."""
-    content: dict[str, Any]
-    """Of config.json, or of metadata that stands for it."""
-    gguf: GgufFile | None
-
-    @property
-    def names(self) -> list[str]:
-        """The architectures that config.json names."""
-        named = self.content.get("architectures")
-        return named if isinstance(named, list) else []
-
-    @property
-    def architecture(self) -> str | None:
-        """The first of the names with code in Cadenza, for its form; without names, that of the model type."""
-        found = own_architecture(self.names, self.content.get("model_type"))
-        return found if found is None or has_code(found, self.content) else None
-
-    def read_spec(self) -> DecoderSpec:
-        """Return the structure of an architecture with code in Cadenza; raises LoaderError naming the field."""
-        assert self.architecture is not None
-        try:
-            return ARCHITECTURES[self.architecture](self.content)
-        except ModelConfigError as error:
-            if self.gguf is not None:
-                problem = str(error).removeprefix("config.json: ")
-                message = f"{self.folder}: its metadata stands for this in config.json: {problem}"
-                raise LoaderError(message) from error
-            raise LoaderError(f"model folder {self.folder}: {error}") from error
-
-
-def open_checkpoint(model: str, with_weights: bool) -> Checkpoint:
-    """Return the checkpoint of a folder, GGUF file or hub id; downloads the model of a hub id.
-
-    Raises LoaderError, which names the model as --model.
-    """
-    gguf = gguf_of(model)
-    if gguf is None:
-        folder = resolve_folder(model, with_weights=with_weights)
-        content = read_json(folder, "config.json", required=True)
-        _check_names(folder, Fields(content))
-        return Checkpoint(folder, content, None)
-    try:
-        return Checkpoint(gguf.paths[0], config_content(gguf, lambda name: read_vector(gguf, name)), gguf)
-    except GgufError as error:
-        raise LoaderError(f"--model {model}: {error}") from None
-
-
-def _check_names(folder: Path, fields: Fields) -> None:
-    """Raise LoaderError for fields of another type than those that say what kind of model this is have."""
-    try:
-        for name in ("model_type", "dtype", "torch_dtype"):
-            fields.text(name)
-        texts_of(fields, "architectures")
-    except ModelConfigError as error:
-        raise LoaderError(f"model folder {folder}: {error}") from None
 
 
 def settle_spec(config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
@@ -137,7 +74,7 @@ def _absent_biases(weights: Weights, checkpoint: Checkpoint, spec: DecoderSpec) 
     found: set[str] = set()
     for kinds in [] if checkpoint.gguf is not None else bias_names(spec):
         lacking = [names for names in kinds if not any(map(weights.holds, names))]
-        if len(lacking) == len(kinds):
+        if len(lacking) == len(kinds) and not spec.may_lack_biases:
             continue  # the first to be read is named as missing
         for names in lacking:
             _log.warning("%s: no layer has the bias %s: it is 0", _place(checkpoint.folder), names[0])
@@ -164,7 +101,7 @@ def load_decoder(
         weights = _weights(config, device, checkpoint, spec)
         source, saved = _source(config, device, checkpoint, spec, weights, max_model_len, ranks)
         scales = None
-        if device.kv_dtype != device.dtype:
+        if has_fp8_cache(device):
             names = [f"{LAYERS}.{layer}.{spec.names.attention}" for layer in range(spec.num_layers)]
             scales = read_scales(weights, folder, names, layer_heads(spec), device)
         builder: Builder = device if adapters is None else AdaptingBuilder(device, adapters)
@@ -229,7 +166,7 @@ def read_ends(
     try:
         weights, rounding = _weights(config, device, checkpoint, spec), rounding_of(config, device)
         count = spec.vocab_size * spec.hidden_size * (2 if embedding and head and not spec.tied else 1)
-        held = count * device.dtype.itemsize if rounding is None else rounded_bytes(rounding, count)
+        held = count * device.matrix_dtype.itemsize if rounding is None else rounded_bytes(rounding, count)
         what = "the table of embeddings and the head of all tokens, which rank 0 has for drafts,"
         check_memory(checkpoint.folder, held, what, max_model_len, device)
         source = weights if rounding is None else RoundedSource(weights, rounding)
@@ -248,15 +185,27 @@ def _ends(reader: DecoderWeights, embedding: bool, head: bool) -> tuple[Embeddin
 def _weights(
     config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec
 ) -> DummyWeights | SafetensorsWeights | GgufWeights:
+    """Return the tensors of a decoder; raises LoaderError, of a GGUF file also for a linear that is missing."""
+    weights = open_weights(config, device, checkpoint, spec)
+    if isinstance(weights, GgufWeights):
+        weights.check_linears(linear_shapes(with_stored_forms(spec, weights.holds)))
+    elif spec.tied:
+        weights.share_ends()
+    return weights
+
+
+def open_weights(
+    config: ExecutorConfig, device: Device, checkpoint: Checkpoint, spec: DecoderSpec
+) -> DummyWeights | SafetensorsWeights | GgufWeights:
+    """Return the tensors of a checkpoint, or random ones; spec: as of `SafetensorsWeights`."""
     gguf = checkpoint.gguf
     if gguf is None or config.load_format == "dummy":
         found = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec)
-        if spec.tied:
-            found.share_ends()
+        found.matrix_bytes = device.matrix_dtype.itemsize
         return found
     stored_names = TensorNames(gguf.metadata.text("general.architecture"), spec.head_size)
     weights = GgufWeights(gguf, stored_names, device.dtype, device.torch_device)
-    weights.check_linears(linear_shapes(with_stored_forms(spec, weights.holds)))
+    weights.matrix_bytes = device.matrix_dtype.itemsize
     return weights
 
 
@@ -354,7 +303,7 @@ def _saved(
             f"--save-quantized {config.save_quantized}: --model {config.model} specifies keys and values in fp8, whose "
             "scales are not saved"
         )
-    return QuantizedFolder(config.save_quantized, folder, rounding, device.dtype, num_linears)
+    return QuantizedFolder(config.save_quantized, folder, rounding, device.matrix_dtype, num_linears)
 
 
 def read_scales(

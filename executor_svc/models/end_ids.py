@@ -11,6 +11,7 @@ from typing import Any
 from executor_svc.models.folder import read_json, token_ids_of
 
 FILES = ("config.json", "generation_config.json")
+_EOS = "eos_token_id"
 _MEDIA = ("image", "audio", "video")
 _TOKENIZER_CONFIG, _TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 
@@ -19,10 +20,16 @@ def end_ids(folder: Path, files: dict[str, dict[str, Any]]) -> list[int]:
     """Return the ids, ascending; files: the content of FILES, as far as they are there. Raises LoaderError.
 
     The tokenizer's EOS is one of them, as in vLLM: the fine-tune of a base model for chats often names its end there
-    alone.
+    alone. A config.json of a model for images, without any, has those of its `text_config`, as in transformers.
     """
     own = _tokenizer_eos(folder)
-    return sorted({*token_ids_of(folder, files, "eos_token_id"), *([] if own is None else [own])})
+    stated = {name: _text_part(content) for name, content in files.items()}
+    return sorted({*token_ids_of(folder, stated, _EOS), *([] if own is None else [own])})
+
+
+def _text_part(content: dict[str, Any]) -> dict[str, Any]:
+    text = content.get("text_config")
+    return text if content.get(_EOS) is None and isinstance(text, dict) else content
 
 
 def media_ids(content: dict[str, Any], vocab_size: int) -> tuple[int, ...]:

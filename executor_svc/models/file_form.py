@@ -12,6 +12,8 @@ POSITIONS = "model.embed_positions"
 """The name of the table of learned positions in Cadenza."""
 FINAL_NORM = "model.norm"
 LAYERS = "model.layers"
+QWEN_MTP_LAYERS_FIELD = "mtp_num_hidden_layers"
+"""Of Qwen's config.json: the number of layers of a head of multi-token prediction."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The parts of a decoder's layer: sizes, names of modules in checkpoints, experts; `models.spec` has the model."""
+"""The parts of a decoder's layer: sizes, names in checkpoints, experts; `models.spec` has the model."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ class LayerNames:
     head_gate: str | None = field(default=None, repr=False)
     """A linear of one row for each head, whose sigmoid multiplies what attention finds for the head (LFM3). Not in the
     digest, for that of the weights has the tensor."""
+
+    renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Endings of names that files may have in the place of these."""
 
     @property
     def attention(self) -> str:

@@ -17,7 +17,7 @@ from cadenza_common.gguf.file import GgufError, GgufFile
 from cadenza_common.hub.download import repo_of
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.adapters import AdapterKernels
-from executor_svc.device.interface import Device
+from executor_svc.device.interface import Device, has_fp8_cache
 from executor_svc.device.ranks import WHOLE, RankKernels
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.adapters.reading import BaseTable
@@ -25,12 +25,10 @@ from executor_svc.models.base import CausalLM, ModelConfigError
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.decoder import Decoder, layer_heads, layer_states
 from executor_svc.models.decoder_loading import (
-    Checkpoint,
     Ends,
     check_memory,
     folder_weights,
     load_decoder,
-    open_checkpoint,
     open_table,
     read_ends,
     read_scales,
@@ -38,9 +36,12 @@ from executor_svc.models.decoder_loading import (
 )
 from executor_svc.models.end_ids import end_ids, media_ids
 from executor_svc.models.folder import LoaderError, read_json, token_ids_of, tokenizer_of
+from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from executor_svc.models.gguf.config_content import special_token_ids
 from executor_svc.models.kv_scales import wants_fp8_kv_cache
+from executor_svc.models.opened import Checkpoint, open_checkpoint
 from executor_svc.models.parallel.split import num_own_elements
+from executor_svc.models.quantized.method import has_integers
 from executor_svc.models.quantized.round_to_nearest import rounding_of
 from executor_svc.models.registry import refused_architecture, unknown_architecture
 from executor_svc.models.spec import DecoderSpec
@@ -164,10 +165,10 @@ def _load_own(
     ranks = None if join is None else _join(join, spec, checkpoint.folder)
     eos, bos = _special_tokens(checkpoint.folder, checkpoint.content, checkpoint.gguf)
     max_model_len = _max_model_len(config, spec.context_limit)
-    _adopt_dtypes(device, checkpoint.folder, checkpoint.content)
+    _adopt_dtypes(device, checkpoint.folder, checkpoint.content, _are_in_few_bits(config, device, checkpoint))
     spec = settle_spec(config, device, checkpoint, spec)
     adapters, share = None, WHOLE if ranks is None else ranks.share
-    if adapter_sizes is not None:
+    if adapter_sizes is not None and spec.adaptable:
         assert isinstance(device.kernels, AdapterKernels)
         adapters = ModelAdapters(device.kernels, spec, adapter_sizes, device.dtype, share)
     model, weights = load_decoder(config, device, checkpoint, spec, max_model_len, adapters, ranks)
@@ -249,7 +250,7 @@ def load_through_transformers(
     dummy_seed = config.seed if config.load_format == "dummy" else None
     built = build.build(chosen, folder, max_model_len, config.block_size, device, dummy_seed)
     model, digest = built.model, built.weights_digest
-    if device.kv_dtype != device.dtype:
+    if has_fp8_cache(device):
         source = folder_weights(config, device, folder, content)
         model.kv_scales = read_scales(source, folder, built.attention_names, model.layer_heads, device)
         digest = hashlib.sha256(digest + source.digest()).digest()
@@ -319,15 +320,32 @@ def _geometry(
     )
 
 
-def _adopt_dtypes(device: Device, folder: Path, content: dict[str, Any]) -> None:
-    """Set the device's dtypes; log if the checkpoint specifies keys and values in fp8 and they are not."""
+def _are_in_few_bits(config: ExecutorConfig, device: Device, checkpoint: Checkpoint) -> bool:
+    """Return whether any weights are in few bits, and not in fp8: activations in int8 may multiply them.
+
+    Raises LoaderError for a method of quantization that is not supported.
+    """
+    if rounding_of(config, device) is not None:
+        return True
+    if config.load_format == "dummy":
+        return False
+    if checkpoint.gguf is not None:
+        return any(tensor.type.name in BLOCK_TYPES for tensor in checkpoint.gguf.tensors.values())
+    return has_integers(checkpoint.folder, checkpoint.content)
+
+
+def _adopt_dtypes(device: Device, folder: Path, content: dict[str, Any], few_bits: bool = False) -> None:
+    """Set the device's dtypes; log if the checkpoint specifies keys and values in fp8 and they are not.
+
+    few_bits: as of `Device.adopt_dtype`.
+    """
     try:
         fp8_cache, dtype = wants_fp8_kv_cache(folder, content), _checkpoint_dtype(Fields(content))
     except ModelConfigError as error:
         raise LoaderError(f"model folder {folder}: {error}") from error
-    device.adopt_dtype(dtype, fp8_cache)
-    if fp8_cache and device.kv_dtype == device.dtype:
-        name = str(device.dtype).removeprefix("torch.")
+    device.adopt_dtype(dtype, fp8_cache, few_bits)
+    if fp8_cache and not has_fp8_cache(device):
+        name = str(device.kv_dtype).removeprefix("torch.")
         _log.info("the checkpoint specifies keys and values in fp8; they are kept in %s here", name)
 
 

@@ -129,6 +129,11 @@ class GatedDeltaSpec:
         }
         return dict(zip(names, rows[len(names)], strict=True))
 
+    @property
+    def has_split_rows(self) -> bool:
+        """Whether what transformers has in one linear is divided between two, as in GGUF files of Qwen3-Next."""
+        return len(self.names.into) == 3
+
     def into_order(self) -> list[Ranges]:
         """Return, for each of these linears, its stored rows in the order of the layer; (): they are in this order.
 
@@ -138,7 +143,7 @@ class GatedDeltaSpec:
         if len(names) > 3:
             return [()] * len(names)
         of_values, last = each * shape.value_size, _by_part(shape.key_heads, (each, each))
-        if len(names) == 3:
+        if self.has_split_rows:
             return [(), (), last]
         return [_by_part(shape.key_heads, (shape.key_size, shape.key_size, of_values, of_values)), last]
 

@@ -24,7 +24,7 @@ from executor_svc.models.spec import DecoderSpec
 from executor_svc.models.stored_order import QuantRowsByHead, row_order
 
 RecurrentLayer = ShortConv | GatedDelta | Mamba
-_INTO, _GATE = "recurrent.in", "recurrent.gate"
+_INTO, _DECAY, _GATE = "recurrent.in", "recurrent.decay", "recurrent.gate"
 """Names for `models.base.Builder`, like those of `_output`."""
 
 
@@ -61,7 +61,8 @@ class RecurrentWeights:
         parts = [self._weights.open_linear(prefix + name, shapes[name]) for name in names.into]
         into = self._builder.prepare_linear(_INTO, self._ordered(parts, spec))
         if names.low_rank is not None:
-            low_rank = LowRankGates(*(self._linear(_GATE, prefix, [name], spec) for name in names.low_rank))
+            uses = zip((_DECAY, _GATE), names.low_rank, strict=True)
+            low_rank = LowRankGates(*(self._linear(use, prefix, [name], spec) for use, name in uses))
         rows = (spec.channels,) if len(names.conv) == 1 else (spec.keys, spec.keys, spec.values)
         convs = [self._conv(prefix + name, count, spec.width) for name, count in zip(names.conv, rows, strict=True)]
         by_key = shape.gate_by_key

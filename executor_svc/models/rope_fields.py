@@ -47,6 +47,7 @@ def read_rope(
     partial: float | None = None,
     kinds: dict[str, str] | None = None,
     rounding: Rounding = "products",
+    may_be_odd: bool = False,
 ) -> RopeConfig:
     """Return the embedding that an object describes; raises ModelConfigError naming the wrong field.
 
@@ -58,6 +59,7 @@ def read_rope(
         partial: the default share of a head's dimensions that is rotated; None: all dimensions, required.
         kinds: the allowed types, mapped to those of ROPE_TYPES; None: all.
         rounding: of the family; other than "products" it excludes the type dynamic.
+        may_be_odd: whether an odd number n of dimensions is possible: then n + 1 rotate, by powers of 1 / n.
     """
     names = kinds or {name: name for name in ROPE_TYPES}
     field = "rope_type" if rope.text("rope_type") else "type"
@@ -67,6 +69,8 @@ def read_rope(
     if partial is None and rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise rope.error("partial_rotary_factor", "other than 1 is not supported here")
     size = int(head_size * min(rope.number("partial_rotary_factor", partial or 1.0), _MOST_FACTOR))
+    is_odd = may_be_odd and size % 2 == 1 and names[kind] == "default"
+    size += is_odd
     if size % 2 or not 0 < size <= head_size:
         raise rope.error(
             "partial_rotary_factor",
@@ -80,7 +84,7 @@ def read_rope(
     scaling = ROPE_TYPES[names[kind]](rope, size, max_positions, original)
     if isinstance(scaling, DynamicScaling) and rounding != "products":
         raise rope.error(field, "'dynamic' is not supported here")
-    return RopeConfig(theta, size, scaling, rounding)
+    return RopeConfig(theta ** (size / (size - 1)) if is_odd else theta, size, scaling, rounding)
 
 
 def _factor(rope: Fields) -> float:

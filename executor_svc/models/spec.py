@@ -120,6 +120,12 @@ class DecoderSpec:
     ignored: tuple[str, ...] = field(default=(), repr=False)
     """What the names of tensors begin with that the checkpoint holds for images and sounds."""
 
+    adaptable: bool = field(default=True, repr=False)
+    """Whether adapters fit the weights: not where factors are in these, which an adapter's numbers need, too."""
+
+    may_lack_biases: bool = field(default=False, repr=False)
+    """Whether config.json may name biases of a kind of which the files hold none, as transformers' code has none."""
+
     absent_biases: frozenset[str] = field(default=frozenset(), repr=False)
     """Tensors of biases that the checkpoint does not hold: they are 0. The digest of the weights leaves them out."""
 

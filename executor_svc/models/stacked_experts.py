@@ -27,10 +27,13 @@ from executor_svc.models.quantized.rows import LazyRows, row_ranges, unpack_byte
 from executor_svc.models.quantized.tensors import check_scales
 from executor_svc.models.safetensors_file import StoredTensor
 from executor_svc.models.spec import DecoderSpec, ExpertsSpec
+from executor_svc.models.stored_names import give_own_endings
 
 _GROUP = 32
 _KIND = QuantFormat(name="MXFP4", bits=4, group=_GROUP, values="e2m1", scale="e8m0")
 _NUMBER = "{}"
+_LAYERS = "|".join(map(re.escape, (LAYERS, "mtp.layers")))
+"""The decoder's, and those of a head of multi-token prediction."""
 
 
 class StackedExpertWeights(SafetensorsWeights):
@@ -48,12 +51,7 @@ class StackedExpertWeights(SafetensorsWeights):
         kinds = {layer.experts.names: layer.experts for layer in spec.layers if layer.experts is not None}
         self._stacks = [_Stack(experts) for experts in kinds.values()]
         for names in kinds:
-            for stored, own in names.renamed:
-                for name in [name for name in self._places if name.endswith(f".{stored}")]:
-                    renamed = name.removesuffix(stored) + own
-                    if renamed in self._places:
-                        raise LoaderError(f"model folder {folder}: tensors {name} and {renamed} are the same")
-                    self._places[renamed] = self._places.pop(name)
+            give_own_endings(self._places, names.renamed, folder)
 
     def open_linear(self, prefix: str, shape: tuple[int, int]) -> StoredWeight | QuantRows:
         """As in `models.base.WeightSource`."""
@@ -198,7 +196,7 @@ class _Stack:
         names = experts.names
         modules = (*names.into, names.down)
         pattern = "|".join(re.escape(each).replace(re.escape(_NUMBER), r"\d+") for each in modules)
-        self._pattern = re.compile(rf"({re.escape(LAYERS)}\.\d+\.)({pattern})\.(weight|bias)")
+        self._pattern = re.compile(rf"((?:{_LAYERS})\.\d+\.)({pattern})\.(weight|bias)")
         self._count, self._form = experts.router.num_experts, names.stacked
         self._numbered = {each.partition(_NUMBER)[2]: index for index, each in enumerate(names.into)}
         self._num_into = len(names.into)

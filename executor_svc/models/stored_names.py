@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
 
 from executor_svc.models.file_form import HEAD, LAYERS, FileForm
+from executor_svc.models.folder import LoaderError
+
+Place = TypeVar("Place")
 
 _PREFIX = "model."
 _OTHER_PARTS = ("vision", "audio", "mtp")
@@ -34,6 +39,19 @@ def decoder_names(stored: Iterable[str], first: str = "input_layernorm", form: F
     heads = [f"{prefix[:end]}{form.head}." for end in range(len(prefix) + 1) if end == 0 or prefix[end - 1] == "."]
     own = {_own(name, prefix, heads, form): name for name in names}
     return own if len(own) == len(names) else dict(zip(names, names, strict=True))
+
+
+def give_own_endings(places: dict[str, Place], endings: Iterable[tuple[str, str]], folder: Path) -> None:
+    """Give tensors the names that they have in Cadenza; raises LoaderError if two would have one.
+
+    places: by name; endings: of names in files, and what they are here.
+    """
+    for stored, own in endings:
+        for name in [name for name in places if name.endswith(f".{stored}")]:
+            renamed = name.removesuffix(stored) + own
+            if renamed in places:
+                raise LoaderError(f"model folder {folder}: tensors {name} and {renamed} are the same")
+            places[renamed] = places.pop(name)
 
 
 def has_own_names(stored: Iterable[str], first: str) -> bool:

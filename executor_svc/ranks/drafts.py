@@ -17,6 +17,11 @@ class LeaderDrafts:
     def __init__(self, source: DraftSource, ranks: LeaderRanks) -> None:
         self._source, self._ranks = source, ranks
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`; the others wait for what is proposed, be it nothing."""
+        self._source.looks(slots, rows)
+        return True
+
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """As in `DraftSource`."""
         drafts = self._source.propose(slots, rows, most)
@@ -49,6 +54,10 @@ class MemberDrafts:
 
     def __init__(self, ranks: MemberRanks) -> None:
         self._ranks = ranks
+
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        return True
 
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """As in `DraftSource`."""

@@ -19,11 +19,11 @@ def geometry_options(recorded: pb.DescribeResponse) -> dict[str, int]:
     """Return the options that plans depend on, with the recorded executor's values.
 
     With recurrent states a pool that was sized by free memory may have a number of pages that no option gives: then it
-    is the next larger one.
+    is the next larger one here. The replay's pool has exactly the recorded pages.
     """
-    pages = sum(group.pages_per_block for group in recorded.kv.groups) or 1
-    states = 0
+    pages, states = 1, 0
     if recorded.device != "simulated":  # there, options count pages
+        pages = sum(group.pages_per_block for group in recorded.kv.groups) or 1
         states = recorded.limits.max_num_seqs * recorded.kv.state.pages_per_state
     return {
         "block_size": recorded.kv.block_size,
@@ -46,6 +46,9 @@ def recorded_arguments(recorded: pb.DescribeResponse, given: Sequence[str]) -> l
             options["simulate"] = "instant"
         if recorded.kv.state.pages_per_state:
             options["simulate_state_pages"] = recorded.kv.state.pages_per_state
+        if recorded.kv.groups:
+            groups = [f"{group.window or 'full'}:{group.pages_per_block}" for group in recorded.kv.groups]
+            options["simulate_kv_groups"] = ",".join(groups)
     elif recorded.model.dtype in _DTYPES:
         options["dtype"] = recorded.model.dtype
     if not simulated and recorded.HasField("fingerprint"):

@@ -210,6 +210,7 @@ class PlanReplay:
         if config is None or errors:
             raise ReplayError("\n".join(errors))
         logging.getLogger().setLevel(config.log_level.upper())
+        config = config.with_pages(self._recorded.kv.num_device_blocks, self._recorded.kv.num_host_blocks)
         if not self._recorded.kv.groups:
             config = config.model_copy(update={"disable_hybrid_kv_cache_manager": True})
         try:

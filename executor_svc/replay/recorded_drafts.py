@@ -39,6 +39,10 @@ class RecordedDrafts:
             self._tokens[slot] = list(result.token_ids[start : start + count][:-1])
             start += count
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        return bool(self._tokens)
+
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """As in `DraftSource`."""
         made = [self._tokens.get(slot, [])[:count] for slot, count in zip(rows.tolist(), most.tolist(), strict=True)]

@@ -77,4 +77,5 @@ def _pool_sizes(config: ExecutorConfig, max_model_len: int, groups: tuple[GroupS
     if groups:
         most = most_pages(groups, most, config.block_size, config.max_num_batched_tokens)
     most += config.simulate_state_pages
-    return PoolSizes(config.block_size, config.num_gpu_blocks or config.max_num_seqs * most, config.num_cpu_blocks)
+    options = config.num_gpu_blocks or config.max_num_seqs * most, config.num_cpu_blocks
+    return PoolSizes(config.block_size, *(config.pool_pages or options))

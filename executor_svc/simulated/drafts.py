@@ -54,6 +54,10 @@ class AcceptanceSource:
         """As in `DraftSource`."""
         self._contexts.clear()
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        return True
+
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """As in `DraftSource`; always as many as are allowed."""
         drafts: list[int] = []

@@ -38,6 +38,11 @@ class ChainedSource:
         token_ids[places] = others.token_ids
         return Drafts(counts, token_ids)
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        first, second = self._first.looks(slots, rows), self._second.looks(slots, rows)
+        return first or second
+
     def follow(self, plan: StepPlan) -> None:
         """As in `DraftSource`."""
         self._first.follow(plan)

@@ -43,6 +43,8 @@ class Drafting:
         """Return the step with drafts, whose tokens are written into the slots; before it is computed."""
         if self._source is None or not plan.max_drafts:
             return scheduled
+        if not self._source.looks(self._slots, scheduled.slots):
+            return scheduled
         most = draft_room(self._slots, plan, scheduled)
         (allowed,) = most.nonzero()
         if not len(allowed):
@@ -83,8 +85,9 @@ def draft_room(slots: Slots, plan: StepPlan, scheduled: Scheduled) -> IntArray:
     rows = scheduled.slots
     limits, known = slots.limits, slots.num_tokens[rows]
     most = np.minimum(plan.max_drafts, slots.max_drafts[rows])
-    # Those listed by name compute prompts, or are tried alone.
-    most[np.isin(rows, ints(plan.scheduled_slots)) | np.isin(rows, ints(plan.fork_source_slots))] = 0
+    for named in (plan.scheduled_slots, plan.fork_source_slots):  # they compute prompts, or are tried alone
+        if len(named):
+            most[np.isin(rows, ints(named))] = 0
     places, longest = slots.places.room(rows) * limits.block_size, slots.max_len[rows] - 1
     places = np.where(places >= longest, longest, places - (limits.max_inflight_plans - 1))
     room: IntArray = np.clip(places - known, 0, most)

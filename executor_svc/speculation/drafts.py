@@ -33,6 +33,13 @@ class DraftSource(Protocol):
         """Return drafts of the slots `rows` [n], ascending, at most most[i] of each."""
         ...
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """Return whether any of the slots `rows` [n] may have drafts now; False: `propose` would give none.
+
+        Asked once in a step that may have drafts, before `propose`, for all slots of the step.
+        """
+        ...
+
     def follow(self, plan: StepPlan) -> None:
         """Note a plan that the slots have applied, after its releases and before its admissions are noted."""
         ...

@@ -67,6 +67,10 @@ class NgramSource:
         """As in `DraftSource`."""
         self.released(np.arange(len(self._tables)))
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        return True
+
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """As in `DraftSource`; a slot whose admission was not reported gets no drafts."""
         counts = np.zeros(len(rows), np.int64)

@@ -6,10 +6,12 @@ greatest length, and a token costs O(1), not O(depth).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from cadenza_common.plan.plan import StepPlan
-from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import IntArray
@@ -25,12 +27,23 @@ _MATCHED = 16
 class _SequenceText:
     """The automaton of a sequence's own text, and its place in the shared ones."""
 
-    __slots__ = ("own", "shared", "state")
+    __slots__ = ("num_indexed", "num_shared", "own", "shared", "state")
 
     def __init__(self, shared: SharedSequence | None) -> None:
         self.own = SuffixAutomaton()
         self.state = ROOT
         self.shared = shared
+        self.num_indexed = 0
+        self.num_shared = -1
+        """The tokens that the shared automaton has, the prompt's included; -1: it is not known yet."""
+
+
+class _Text(NamedTuple):
+    """A sequence in a step."""
+
+    sequence: _SequenceText
+    slot: int
+    num_tokens: int
 
 
 class SuffixSource:
@@ -80,9 +93,6 @@ class SuffixSource:
         self._max_indexed = max_indexed
         self._always = limits.max_drafts + 1
         self._sequences: list[_SequenceText | None] = [None] * limits.num_slots
-        self._num_indexed = np.zeros(limits.num_slots, np.int64)
-        # The number of tokens that the shared automaton has, the prompt's included; -1: it is not known yet.
-        self._num_shared = np.zeros(limits.num_slots, np.int64)
         self._shared = SharedAutomata(max_bytes) if max_bytes else None
 
     def follow(self, plan: StepPlan) -> None:
@@ -92,8 +102,6 @@ class SuffixSource:
         """As in `DraftSource`."""
         shared = SharedSequence(self._shared, scope) if scope and self._shared is not None else None
         self._sequences[slot] = _SequenceText(shared)
-        self._num_indexed[slot] = 0
-        self._num_shared[slot] = -1
 
     def released(self, slots: IntArray) -> None:
         """As in `DraftSource`."""
@@ -108,48 +116,70 @@ class SuffixSource:
         self._sequences = [None] * len(self._sequences)
         self._shared = SharedAutomata(self._max_bytes) if self._max_bytes else None
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`: indexes, and compares the longest matches with min_match."""
+        known = [text for text in self._texts(slots, rows) if text is not None]
+        if known:
+            self._index(slots, known)
+            if self._shared is not None:
+                self._shared.check()
+        return any(map(self._has_match, known))
+
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """As in `DraftSource`; a slot whose admission was not reported gets no drafts."""
-        sequences = [(i, self._sequences[slot]) for i, slot in enumerate(rows.tolist())]
-        known = [(i, sequence) for i, sequence in sequences if sequence is not None]
-        counts, drafts = np.zeros(len(rows), np.int64), list[int]()
-        if not known:
-            return Drafts(counts, np.array(drafts, np.int64))
-        self._index(slots, rows[[i for i, _ in known]], [sequence for _, sequence in known])
-        if self._shared is not None:
-            self._shared.check()
-        behind = (self._num_indexed[rows] < slots.num_tokens[rows]).tolist()
-        limits = most.tolist()
-        for i, sequence in known:
-            if limits[i]:
-                found = self._drafts(sequence, self._last_tokens(slots, int(rows[i])) if behind[i] else None, limits[i])
+        counts, drafts = [0] * len(rows), list[int]()
+        for i, (text, limit) in enumerate(zip(self._texts(slots, rows), most.tolist(), strict=True)):
+            if text is not None and limit:
+                behind = text.sequence.num_indexed < text.num_tokens
+                found = self._drafts(text.sequence, self._last_tokens(slots, text) if behind else None, limit)
                 counts[i] = len(found)
                 drafts += found
-        return Drafts(counts, np.array(drafts, np.int64))
+        return Drafts(np.array(counts, np.int64), np.array(drafts, np.int64))
 
-    def _index(self, slots: Slots, rows: IntArray, sequences: list[_SequenceText]) -> None:
-        """Add the new tokens of these slots to the automata, own and shared."""
-        num_tokens, start = slots.num_tokens[rows], self._num_indexed[rows]
-        taken = tokens_to_index(num_tokens - start, self._always, self._max_indexed)
-        for sequence, tokens in zip(sequences, _texts(slots, rows, start, taken), strict=True):
-            state, own = sequence.state, sequence.own
-            for token in tokens:
-                state = own.extend(state, token)
-            sequence.state = state
-        self._num_indexed[rows] = start + taken
-        (sharing,) = np.array([sequence.shared is not None for sequence in sequences]).nonzero()
-        if not len(sharing):
-            return
-        rows = rows[sharing]
-        start = self._num_shared[rows]
-        start = np.where(start < 0, np.minimum(slots.num_prompt_tokens[rows], num_tokens[sharing]), start)
-        taken = tokens_to_index(num_tokens[sharing] - start, self._always, self._max_indexed)
-        texts = zip(sharing.tolist(), rows.tolist(), start.tolist(), _texts(slots, rows, start, taken), strict=True)
-        for i, slot, begin, tokens in texts:
-            shared = sequences[i].shared
-            if shared is not None:
-                shared.extend(slots.token_ids[slot], begin, tokens)
-        self._num_shared[rows] = start + taken
+    def _texts(self, slots: Slots, rows: IntArray) -> list[_Text | None]:
+        """Return the texts of these slots; None: its admission was not reported."""
+        # In Python's own numbers: there are few rows, and each call of numpy takes as long as a row's tokens.
+        texts = list[_Text | None]()
+        for slot, num_tokens in zip(rows.tolist(), slots.num_tokens[rows].tolist(), strict=True):
+            sequence = self._sequences[slot]
+            texts.append(None if sequence is None else _Text(sequence, slot, num_tokens))
+        return texts
+
+    def _has_match(self, text: _Text) -> bool:
+        sequence, least = text.sequence, self._min_match
+        own = sequence.own
+        if sequence.num_indexed < text.num_tokens or own.length[max(own.link[sequence.state], ROOT)] >= least:
+            return True
+        if sequence.shared is None:
+            return False
+        return any(found.length[found.continued(state)] >= least for found, state, _ in sequence.shared.matches())
+
+    def _index(self, slots: Slots, texts: Sequence[_Text]) -> None:
+        """Add the new tokens of these texts to the automata, own and shared."""
+        for (sequence, slot, _), taken in zip(
+            texts, self._taken([text.num_tokens - text.sequence.num_indexed for text in texts]), strict=True
+        ):
+            start, state, extend = sequence.num_indexed, sequence.state, sequence.own.extend
+            for token in slots.token_ids[slot, start : start + taken].tolist():
+                state = extend(state, token)
+            sequence.state, sequence.num_indexed = state, start + taken
+        sharing = [text for text in texts if text.sequence.shared is not None]
+        for sequence, slot, num_tokens in sharing:
+            if sequence.num_shared < 0:
+                sequence.num_shared = min(int(slots.num_prompt_tokens[slot]), num_tokens)
+        waiting = [text.num_tokens - text.sequence.num_shared for text in sharing]
+        for (sequence, slot, _), taken in zip(sharing, self._taken(waiting), strict=True):
+            start, known = sequence.num_shared, slots.token_ids[slot]
+            if sequence.shared is not None:
+                sequence.shared.extend(known, start, known[start : start + taken].tolist())
+            sequence.num_shared = start + taken
+
+    def _taken(self, waiting: list[int]) -> list[int]:
+        """Return how many of the waiting tokens of each text are indexed now."""
+        if max(waiting, default=0) <= self._always:
+            return waiting
+        taken: list[int] = tokens_to_index(np.array(waiting, np.int64), self._always, self._max_indexed).tolist()
+        return taken
 
     def _drafts(self, sequence: _SequenceText, last_tokens: list[int] | None, most: int) -> list[int]:
         """Return the drafts of a sequence; last_tokens: of a text that is not wholly indexed."""
@@ -165,6 +195,8 @@ class SuffixSource:
         best: tuple[float, int] = (0.0, 0)
         drafts: list[int] = []
         for automaton, state, length in matches:
+            if length < self._min_match:
+                continue
             score, length, tokens = self._continue(automaton, state, length, most)
             if (score, length) > best:
                 best, drafts = (score, length), tokens
@@ -193,15 +225,7 @@ class SuffixSource:
             state, length = following, length + 1
         return score, match if tokens else 0, tokens
 
-    def _last_tokens(self, slots: Slots, slot: int) -> list[int]:
-        end = int(slots.num_tokens[slot])
-        tokens: list[int] = slots.token_ids[slot, max(end - _MATCHED, 0) : end].tolist()
+    def _last_tokens(self, slots: Slots, text: _Text) -> list[int]:
+        end = text.num_tokens
+        tokens: list[int] = slots.token_ids[text.slot, max(end - _MATCHED, 0) : end].tolist()
         return tokens
-
-
-def _texts(slots: Slots, rows: IntArray, start: IntArray, lengths: IntArray) -> list[list[int]]:
-    """Return the tokens [start, start + length) of n slots."""
-    owner, places = spans(start, lengths)
-    tokens = slots.token_ids[rows[owner], places].tolist()
-    ends = lengths.cumsum()
-    return [tokens[first:end] for first, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]

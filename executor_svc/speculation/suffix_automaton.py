@@ -25,6 +25,7 @@ NO_STATE = -1
 # A state's followers are compared up to this number, the oldest: a state with more predicts little.
 _MAX_COMPARED = 64
 _FEW_BUCKETS = 8
+_EDGES_OF_BUCKET = 2
 _MASK = (1 << 64) - 1
 
 
@@ -184,7 +185,7 @@ class SuffixAutomaton:
             bucket = mixed & (2 * self._low_mask + 1)
         self._edge_chain.append(self._buckets[bucket])
         self._buckets[bucket] = edge
-        if edge > len(self._buckets):
+        if edge > _EDGES_OF_BUCKET * len(self._buckets):
             self._split_bucket()
 
     def _split_bucket(self) -> None:
@@ -217,6 +218,12 @@ class SuffixAutomaton:
                 return ROOT, 0
             length = self.length[state]
         return following, length + 1
+
+    def continued(self, state: int) -> int:
+        """Return the longest suffix of a state that has a follower; the root has none in an empty automaton."""
+        while state > ROOT and self._token[state] < 0:
+            state = self.link[state]
+        return state
 
     def match(self, tokens: Iterable[int]) -> tuple[int, int]:
         """Return (state, length) of the longest suffix of these tokens that is a substring of a sequence."""

@@ -44,6 +44,8 @@ def make_adapters(
     if model is None:
         if config.max_loras and not loaded.recordable:
             _log.info("no LoRA adapters: %s runs through transformers' own code", loaded.geometry.architecture)
+        elif config.max_loras and device.name == "cpu":
+            _log.info("no LoRA adapters: this file has the model's factors in its weights, which adapters need apart")
         return None
     # Packed adapters lie in the host's memory, whatever the device.
     free = device.free_memory_bytes() if device.name == "cpu" else int(psutil.virtual_memory().available)

@@ -12,13 +12,13 @@ from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.errors import StartError
 from executor_svc.models.decoder import Decoder
-from executor_svc.models.decoder_loading import open_checkpoint
 from executor_svc.models.heads.draft import LoadedDraft, load_draft, naming
 from executor_svc.models.heads.eagle3_loading import load_eagle3
 from executor_svc.models.heads.eagle3_spec import is_eagle3
 from executor_svc.models.heads.head import DraftHead
 from executor_svc.models.heads.mtp_loading import check_mtp, has_mtp, load_mtp
 from executor_svc.models.loading import LoadedModel
+from executor_svc.models.opened import open_checkpoint
 from executor_svc.plan.limits import Limits
 from executor_svc.speculation.chained import ChainedSource
 from executor_svc.speculation.drafts import DraftSource

@@ -18,6 +18,11 @@ class GrammarDrafts:
     def __init__(self, source: DraftSource, grammars: SlotGrammars) -> None:
         self._source, self._grammars = source, grammars
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        found = self._source.looks(slots, rows)
+        return found or bool(self._grammars.have(rows).any())
+
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """As in `DraftSource`."""
         if not self._grammars.have(rows).any():

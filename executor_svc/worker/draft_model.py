@@ -50,6 +50,10 @@ class DraftModelSource:
     def clear(self) -> None:
         """As in `DraftSource`."""
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        return True
+
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """As in `DraftSource`: as many as are allowed.
 

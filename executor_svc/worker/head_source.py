@@ -119,6 +119,10 @@ class HeadSource:
         self._ready_at[rows] = starts + counts + 1
         self._kv.computed(slots, rows, starts + counts)
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        return True
+
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """As in `DraftSource`: as many as are allowed, for slots without a gap."""
         known = slots.num_tokens[rows]

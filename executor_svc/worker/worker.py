@@ -336,9 +336,7 @@ class Worker:
         try:
             return _LaunchedStep(item, started_ns, executor.launch(self._checked(session, plan), item.received_ns))
         except InvalidPlan as exc:
-            about = {"step_id": plan.step_id, "epoch": session.epoch}
-            _log.error("step %d: invalid plan: %s", plan.step_id, exc, extra=about)
-            begun = _LaunchedStep(item, started_ns, None, StepStatus.INVALID_PLAN, str(exc))
+            begun = _LaunchedStep(item, started_ns, None, *self._invalid(session, plan.step_id, exc))
         except Exception as exc:
             begun = _LaunchedStep(item, started_ns, None, *self._failure(executor, plan.step_id, exc))
         session.failed = True
@@ -352,6 +350,9 @@ class Worker:
         elif begun.launched is not None:
             try:
                 result = begun.launched.result()
+            except InvalidPlan as exc:  # found out by the device
+                status, message = self._invalid(session, step_id, exc)
+                session.failed = session.failed_running = True
             except Exception as exc:
                 status, message = self._failure(executor, step_id, exc)
                 session.failed = session.failed_running = True
@@ -375,6 +376,10 @@ class Worker:
             raise InvalidPlan(f"step_id {plan.step_id} does not follow {last}")
         session.last_step_id = plan.step_id
         return plan
+
+    def _invalid(self, session: PlanSession, step_id: int, exc: InvalidPlan) -> tuple[StepStatus, str]:
+        _log.error("step %d: invalid plan: %s", step_id, exc, extra={"step_id": step_id, "epoch": session.epoch})
+        return StepStatus.INVALID_PLAN, str(exc)
 
     def _failure(self, executor: Executor, step_id: int, exc: Exception) -> tuple[StepStatus, str]:
         _log.error("step %d failed", step_id, exc_info=exc, extra={"step_id": step_id})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from cadenza.v1 import admin_pb2
+
 FREE, CACHED = 0, -1
 """In place of a holder's sequence id; ids begin at 1."""
 
@@ -35,6 +37,10 @@ class BlockMap:
     def num_shared(self) -> int:
         """Of these, blocks of several sequences."""
         return sum(len(each) > 1 for each in self._holders.values())
+
+    def add(self, change: admin_pb2.BlockTableChange) -> None:
+        """Apply a change of a sequence's block table."""
+        self.change(change.sequence_id, change.appended, cleared=change.cleared)
 
     def change(self, sequence_id: int, appended: Sequence[int], *, cleared: bool) -> None:
         """Apply a change of a sequence's block table."""

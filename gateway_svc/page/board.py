@@ -10,6 +10,7 @@ from cadenza.v1 import admin_pb2
 from gateway_svc.page.blocks import BlockMap
 from gateway_svc.page.figures import Figures
 from gateway_svc.page.journey import Journey
+from gateway_svc.page.pages import PageLayout, PageMap
 from gateway_svc.page.rows import ScheduleRows
 
 _NUM_REMEMBERED = 4096
@@ -28,10 +29,23 @@ class _Lane:
     """One executor."""
 
     rows: ScheduleRows = field(default_factory=ScheduleRows)
-    blocks: BlockMap = field(default_factory=BlockMap)
+    blocks: BlockMap | PageMap = field(default_factory=BlockMap)
     incarnation: int | None = None
     running: set[int] = field(default_factory=set)
     """Sequences that joined there and have not left."""
+
+    def divide(self, info: ExecutorInfo, *, has_cache: bool) -> None:
+        """Take how the executor divides its pool."""
+        layout, blocks = PageLayout.of(info), self.blocks
+        if layout is not None:
+            if not isinstance(blocks, PageMap):
+                self.blocks = PageMap(layout)
+            elif blocks.layout != layout:
+                self.blocks = PageMap(layout, drawn=blocks.numbers)
+            return
+        if isinstance(blocks, PageMap):
+            self.blocks = blocks = BlockMap()
+        blocks.block_size, blocks.has_cache = info.block_size, has_cache
 
 
 class Board:
@@ -76,13 +90,15 @@ class Board:
             self._note(record, sequence_id, "swapped_in", at_s)
         for change in record.block_changes:
             if change.sequence_id not in self._left:
-                lane.blocks.change(change.sequence_id, change.appended, cleared=change.cleared)
+                lane.blocks.add(change)
         if any(record.num_tokens):
             lane.rows.step(record)
             if self._journeys:
                 self._follow_step(record)
         for leave in record.left:
             self._leave(record, leave)
+        if isinstance(lane.blocks, PageMap):
+            lane.blocks.settle(record)
 
     def lose(self, num_dropped: int) -> None:
         """So many records were lost to this watch, in all: what sequences hold is not known any more."""
@@ -167,7 +183,7 @@ class Board:
         has_cache = info.options.get("enable_prefix_caching", "true").lower() == "true"
         for executor in info.executors:
             lane = self._lane(executor.index)
-            lane.blocks.block_size, lane.blocks.has_cache = executor.block_size, has_cache
+            lane.divide(executor, has_cache=has_cache)
             if lane.incarnation not in (None, executor.incarnation) or not executor.connected:
                 self._lose(executor.index, lane, info.uptime_s)
             elif not executor.num_running:  # aborted sequences are named by the next record only
@@ -214,8 +230,11 @@ class Board:
         }
 
 
-def _lane_fields(lane: _Lane, blocks: list[int]) -> dict[str, Any]:
-    return {"blocks": blocks, "held": lane.blocks.num_held, "shared": lane.blocks.num_shared}
+def _lane_fields(lane: _Lane, changes: list[int]) -> dict[str, Any]:
+    held = {"held": lane.blocks.num_held, "shared": lane.blocks.num_shared}
+    if isinstance(lane.blocks, PageMap):
+        return {"pages": changes, **held, "kinds": lane.blocks.counts}
+    return {"blocks": changes, **held}
 
 
 def _state(info: ServerInfo) -> dict[str, Any]:
@@ -241,6 +260,7 @@ def _state(info: ServerInfo) -> dict[str, Any]:
 
 
 def _executor(info: ExecutorInfo) -> dict[str, Any]:
+    layout = {"windows": info.kv_group_windows, "state_pages": info.pages_per_state} if info.kv_group_pages else {}
     return {
         "index": info.index,
         "target": info.target,
@@ -258,4 +278,5 @@ def _executor(info: ExecutorInfo) -> dict[str, Any]:
         "cached_blocks": info.num_cached_device_blocks,
         "steps": info.num_steps,
         "output_tokens": info.num_output_tokens,
+        **layout,
     }

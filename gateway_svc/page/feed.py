@@ -133,6 +133,7 @@ class Feed:
 
     async def _follow(self) -> None:
         """Follow one scheduler until its watch ends; raises CadenzaError."""
+        self.board.look(await self.watching.server_info())  # how pools are divided, before the first record
         begun = asyncio.Event()
         tasks = [
             asyncio.create_task(self._take_records(begun), name="page-records"),

@@ -27,13 +27,20 @@ def watch_response(
             num_items = 0
             yield
         num_items += num_own
-        changes = _add_record(response, record).block_changes
-        for sequence_id, appended, cleared in record.block_changes if block_tables else ():
-            if num_items + len(appended) > SLICE_ITEMS:
+        added = _add_record(response, record)
+        if not block_tables:
+            continue
+        added.freed_pages.extend(record.freed_pages)
+        num_items += len(record.freed_pages)
+        for change in record.block_changes:
+            if num_items + (num_own := len(change.appended) + len(change.state_pages)) > SLICE_ITEMS:
                 num_items = 0
                 yield
-            num_items += len(appended)
-            changes.add(sequence_id=sequence_id, cleared=cleared).appended.extend(appended)
+            num_items += num_own
+            added.block_changes.add(**change._asdict())
+        for position, page_ids, is_made in record.state_copies:
+            num_items += len(page_ids)
+            added.state_copies.add(position=position, page_ids=page_ids, is_made=is_made)
     return response
 
 

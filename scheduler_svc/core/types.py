@@ -178,6 +178,11 @@ class ExecutorSpec:
         )
         object.__setattr__(self, "group_sizes", sizes)
 
+    @property
+    def page_groups(self) -> tuple[KVGroup, ...]:
+        """Its KV groups; none where a block is a page and there is no state."""
+        return () if self.group_sizes is None else self.kv_groups or (KVGroup(0),)
+
     def footprint(self, num_tokens: int, chunk: int = 1) -> int:
         """Pages that a sequence of so many tokens needs to compute chunks of so many."""
         num_blocks, sizes = -(-num_tokens // self.block_size), self.group_sizes

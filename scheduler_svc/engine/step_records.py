@@ -42,7 +42,7 @@ class StepRecords:
 
     def on_planned(self, step: PlannedStep, now_ns: int) -> None:
         """A step was planned."""
-        self.recorder.on_planned(step.plan)
+        self.recorder.on_planned(self._core.lanes, step.plan)
         self._numbers.on_planned(step)
         self._traces.on_planned(step, self._lives, now_ns)
 

@@ -15,6 +15,7 @@ from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.sequences.sequence import Sequence
 from scheduler_svc.core.steps.results import context_lens
+from scheduler_svc.engine.page_changes import NO_CHANGES, PageChanges, block_changes, freed_pages, page_changes
 from scheduler_svc.plan_loop.gauges import Load
 from scheduler_svc.plan_loop.ports import StepRecord
 
@@ -77,13 +78,16 @@ class StepRecorder:
         self._started_ns = started_ns
         self._loads: dict[tuple[int, int], Load] = {}
         """By executor and step."""
+        self._freed: dict[tuple[int, int], list[int]] = {}
+        """The same. What a plan frees may be in tables of plans before it, which are recorded first."""
         self._first_token_ns: list[int] = []
         self._left: list[tuple[int, int]] = []
 
-    def on_planned(self, plan: StepPlan) -> None:
-        """Keep the current load for a planned step."""
+    def on_planned(self, lanes: Mapping[int, Lane], plan: StepPlan) -> None:
+        """Keep the current load for a planned step, and the pages freed since the one before."""
         if self.watches:
             self._loads[plan.executor_id, plan.step_id] = self._load()
+            self._freed[plan.executor_id, plan.step_id] = freed_pages(lanes[plan.executor_id])
 
     def on_first_token(self, since_arrival_ns: int) -> None:
         """Keep the time to first token of a request for the next record."""
@@ -101,6 +105,7 @@ class StepRecorder:
         else:
             self._first_token_ns, self._left = [], []
             self._loads.clear()
+            self._freed.clear()
 
     def record_later(
         self, lane: Lane, step: PlannedStep, result: StepResult, outputs: StepOutputs, now: float
@@ -112,7 +117,8 @@ class StepRecorder:
         if len(applied) < len(outputs.sequences):
             applied = Counter(outputs.sequences)
         contexts = context_lens(lane, step, applied=applied)
-        return partial(self.on_applied, step, contexts, result, now)
+        freed = self._freed.pop((step.plan.executor_id, step.plan.step_id), [])
+        return partial(self.on_applied, step, contexts, result, now, page_changes(lane, step, freed))
 
     def on_applied(
         self,
@@ -120,18 +126,20 @@ class StepRecorder:
         contexts: dict[Sequence, int],
         result: StepResult,
         now: float,
+        pages: PageChanges = NO_CHANGES,
     ) -> None:
         """Record a step whose result was applied. contexts: context length of each sequence before the step."""
         load = self._loads.pop((step.plan.executor_id, step.plan.step_id), None)
-        record = self._record(step, contexts, result, load or self._load(), now)
+        record = self._record(step, contexts, result, load or self._load(), now, pages)
         self._first_token_ns, self._left = [], []
         for watch in self.watches:
             watch.put(record)
 
     def on_session_ended(self, executor_id: int) -> None:
         """Drop the loads of an executor's plans in flight, which are lost."""
-        for key in [key for key in self._loads if key[0] == executor_id]:
-            del self._loads[key]
+        for kept in (self._loads, self._freed):
+            for key in [key for key in kept if key[0] == executor_id]:
+                del kept[key]
 
     def _record(
         self,
@@ -140,6 +148,7 @@ class StepRecorder:
         result: StepResult,
         load: Load,
         now: float,
+        pages: PageChanges,
     ) -> StepRecord:
         counts = result.num_tokens or [1] * len(result.slots)
         # As a rule all decode and sample, which takes no look at each.
@@ -170,22 +179,12 @@ class StepRecorder:
             swapped_in_ids=[sequence.sequence_id for sequence in step.swapped_in],
             first_token_ns=self._first_token_ns,
             load=load,
-            block_changes=_block_changes(step),
+            block_changes=block_changes(step, pages),
+            state_copies=pages.state_copies,
+            freed_pages=pages.freed,
         )
 
 
 def _by_slot(slots: Ids[int], counts: Ids[int]) -> dict[int | None, int]:
     """Counts by slot; none if there are no counts. A sequence that has never run has no slot, and so no count."""
     return dict(zip(slots, counts, strict=True)) if counts else {}
-
-
-def _block_changes(step: PlannedStep) -> list[tuple[int, Ids[int], bool]]:
-    """Block table changes of a step: tables cleared, tables set, blocks appended."""
-    changes: list[tuple[int, Ids[int], bool]] = []
-    changes += [(sequence.sequence_id, (), True) for sequence in (*step.preempted, *step.retired)]
-    changes += [
-        (sequence.sequence_id, admitted.block_ids, True)
-        for sequence, admitted in zip(step.described, step.plan.admitted, strict=True)
-    ]
-    changes += [(sequence.sequence_id, (block_id,), False) for sequence, block_id in step.appended]
-    return changes

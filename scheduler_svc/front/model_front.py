@@ -180,8 +180,6 @@ def check_features(spec: RequestSpec, model: ModelDescription) -> None:
             raise PreconditionError(PATH + name, f"the executor returns at most {model.max_logprobs}, not {number}")
     if sampling.num_prompt_logprobs is not None and not model.gives_prompt_logprobs:
         raise PreconditionError(PATH + "prompt_logprobs", "the executor gives no prompt logprobs")
-    if spec.beams is not None and model.pages_per_state:
-        raise PreconditionError(PATH + "beam_width", "the executor can do no beam search with recurrent states")
     if spec.beams is not None and not (model.gives_candidates and model.can_copy):
         raise PreconditionError(PATH + "beam_width", "the executor can do no beam search")
     if spec.beams is None and spec.num_samples > 1 and not (model.can_fork and model.can_copy):

@@ -68,7 +68,7 @@ def lacking_features(model: ModelDescription) -> frozenset[str]:
         "prompt_logprobs": model.gives_prompt_logprobs,
         "logits_processors": model.has_logits_processors,
         "samples": model.can_fork and model.can_copy,
-        "beams": model.gives_candidates and model.can_copy and not model.pages_per_state,
+        "beams": model.gives_candidates and model.can_copy,
     }
     return frozenset(name for name, there in has.items() if not there)
 

@@ -117,6 +117,7 @@ class PlanLoop:
     def state(self, *, draining: bool, refusal: str, load: Load) -> ExecutorState:
         """The executor's current state; the parameters are what the loop does not know."""
         stall, lane, model = self._progress.stall, self.lane, self.model
+        groups = lane.spec.page_groups if lane is not None else ()
         return ExecutorState(
             target=self.target,
             index=self._executor_id,
@@ -139,6 +140,9 @@ class PlanLoop:
             num_loading_adapters=lane.adapters.num_loading if lane is not None else 0,
             max_loaded_adapters=lane.adapters.max_cpu_loras if lane is not None else 0,
             max_loras=lane.adapters.max_loras if lane is not None else 0,
+            kv_group_windows=[group.window or 0 for group in groups],
+            kv_group_pages=[group.pages_per_block for group in groups],
+            pages_per_state=lane.spec.pages_per_state if lane is not None else 0,
         )
 
     def wake(self) -> None:

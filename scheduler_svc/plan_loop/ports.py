@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult
@@ -260,6 +260,17 @@ class RequestCounts:
     num_preemptions: int = 0
 
 
+class BlockTableChange(NamedTuple):
+    """A change of a sequence's block table; names as in BlockTableChange of admin.proto."""
+
+    sequence_id: int
+    appended: Sequence[int] = ()
+    cleared: bool = False
+    kv_group: int = 0
+    first_block: int = 0
+    state_pages: Sequence[int] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One executed step, in columns; see StepRecord in admin.proto."""
@@ -286,8 +297,10 @@ class StepRecord:
     first_token_ns: Sequence[int] = ()
     """Arrival to first token of each request whose first token came with this step's result."""
     load: Load = field(default_factory=Load)
-    block_changes: Sequence[tuple[int, Sequence[int], bool]] = ()
-    """(sequence_id, appended block ids, whether the table was cleared first)."""
+    block_changes: Sequence[BlockTableChange] = ()
+    state_copies: Sequence[tuple[int, Sequence[int], bool]] = ()
+    """(position, page ids, whether the step has made it)."""
+    freed_pages: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +329,9 @@ class ExecutorState:
     num_loading_adapters: int = 0
     max_loaded_adapters: int = 0
     max_loras: int = 0
+    kv_group_windows: Sequence[int] = ()
+    kv_group_pages: Sequence[int] = ()
+    pages_per_state: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,8 +84,6 @@ def _check_beams(fields: SamplingFields, width: int, model: ModelDescription) ->
         raise _refuse("logprobs", "does not go with beam_width: each beam has its cumulative logprob only")
     if fields.stop:
         raise _refuse("stop", "does not go with beam_width: beams end with token ids, such as stop_token_ids")
-    if model.pages_per_state:
-        raise PreconditionError(PATH + "beam_width", "the executor can do no beam search with recurrent states")
     if not (model.gives_candidates and model.can_copy):
         raise PreconditionError(PATH + "beam_width", "the executor can do no beam search")
 

@@ -299,6 +299,7 @@ def test_wrong_arguments_are_refused() -> None:
 def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "agents",
         "cpu_limits",
         "cpu_serving",
         "disaggregation",
@@ -310,6 +311,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "mapped_experts",
         "placement",
         "prefix_hits",
+        "real",
         "scheduler_cost",
         "service_plane",
         "speculation",

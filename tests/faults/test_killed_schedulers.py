@@ -17,7 +17,7 @@ import pytest
 from cadenza import LLM, AsyncClient, SamplingParams
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
-from tests.checkpoints import make_llama
+from tests.checkpoints import make_checkpoint
 from tests.faults.test_killed_processes import Up
 from tests.helpers.executor.simulated_process import simulated_process
 from tests.helpers.scheduler.killed_scheduler import (
@@ -89,9 +89,11 @@ async def test_a_scheduler_killed_under_load_loses_and_repeats_no_token(schedule
 
 
 @pytest.mark.long
-async def test_the_same_with_a_real_model(tmp_path: Path) -> None:
-    """Texts, stop strings and results that are read again after the kill included."""
-    model = make_llama(tmp_path / "model", tokenizer=True, vocab_size=300, max_position_embeddings=1024)
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_delta"])
+async def test_the_same_with_a_real_model(family: str, tmp_path: Path) -> None:
+    """Texts, stop strings and results that are read again after the kill included; also with recurrent states."""
+    sizes = {"vocab_size": 300, "max_position_embeddings": 1024}
+    model = make_checkpoint(tmp_path / "model", family, tokenizer=True, **sizes)
     async with (
         service_process("executor_svc", "--model", str(model), "--device", "cpu", *_SIZES) as executor,
         killable_scheduler(executor.address, tmp_path / "journal") as scheduler,

@@ -74,13 +74,16 @@ class Limits:
     max_model_len: int
     block_size: int
     num_blocks: int | None
-    """Of the pool; None if it was not always the same."""
+    """Pages of the pool, of a block each; None if it was not always the same."""
+    pages_per_state: int = 0
 
     def may_fill_pool(self, num_prompt: int, num_output: int, num_sequences: int) -> bool:
         """Can so many sequences of one prompt, which share its full blocks and nothing else, exceed the pool?"""
+        if self.num_blocks is None:
+            return True
         num_shared = num_prompt // self.block_size
         num_own = -(-(num_prompt + num_output) // self.block_size) - num_shared
-        return self.num_blocks is None or num_shared + num_sequences * num_own > self.num_blocks
+        return num_shared + num_sequences * (num_own + self.pages_per_state) > self.num_blocks
 
 
 def check(outcome: Outcome, limits: Limits) -> None:
@@ -108,7 +111,8 @@ def _check_sample(outcome: Outcome, index: int, limits: Limits) -> None:
     assert tokens == full[: len(tokens)], f"sample {index}: {tokens} instead of {full}"
     if finish.detail is FinishDetail.KV_CAPACITY:
         length, num_blocks = len(prompt) + len(tokens), limits.num_blocks
-        assert num_blocks is None or length == num_blocks * limits.block_size + 1, f"{length} tokens fill the pool"
+        is_full = num_blocks is None or length == (num_blocks - limits.pages_per_state) * limits.block_size + 1
+        assert is_full, f"{length} tokens fill the pool"
     elif finish.detail not in _CUT:
         assert tokens == full, f"sample {index} ended {finish} after {len(tokens)} tokens of {len(full)}"
         assert finish == _expected_finish(spec, full, count, by_length)

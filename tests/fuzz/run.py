@@ -112,7 +112,8 @@ class Run:
     def _check_refused(self, num_sequences: int, num_prompt: int) -> None:
         """Only what can never fit is refused."""
         spec = self._spec
-        fits = num_prompt // spec.block_size + num_sequences <= spec.num_blocks
+        num_pages = num_prompt // spec.block_size + num_sequences * (1 + spec.pages_per_state)
+        fits = num_pages <= spec.num_blocks
         assert num_prompt + 1 > spec.max_model_len or num_sequences > spec.max_num_seqs or not fits
 
     def _abort(self) -> None:
@@ -244,7 +245,8 @@ class Run:
         assert FinishDetail.EXECUTOR_ERROR not in details or self._has_changed, "no step is known to have begun"
         assert FinishDetail.NON_FINITE_LOGITS not in details or self.counts["errors"]
         num_blocks = None if self._has_changed else self._spec.num_blocks
-        limits = Limits(self.settings.vocab_size, self._spec.max_model_len, self._spec.block_size, num_blocks)
+        spec = self._spec
+        limits = Limits(self.settings.vocab_size, spec.max_model_len, spec.block_size, num_blocks, spec.pages_per_state)
         try:
             check(outcome, limits)
         except AssertionError as error:

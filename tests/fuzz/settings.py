@@ -10,7 +10,7 @@ from scheduler_svc.core.policies.policies import Policies, Preemption
 from scheduler_svc.core.queues.orders import FairOrder, FcfsOrder, OrderPolicy, PriorityOrder, ShortestFirstOrder
 from scheduler_svc.core.types import ExecutorSpec
 
-AXES = ("samples", "beams", "swap", "cache", "loss", "errors", "logprobs", "static")
+AXES = ("samples", "beams", "swap", "cache", "loss", "errors", "logprobs", "static", "states")
 """What can be left out, to find out what a failure needs."""
 TENANTS = ("", "a", "b")
 _ORDERS = {
@@ -106,9 +106,12 @@ def draw_spec(rng: Random, axes: tuple[str, ...]) -> ExecutorSpec:
     """An executor's limits."""
     max_num_seqs = rng.randint(1, 8)
     block_size = rng.choice([1, 2, 4, 8])
+    pages_per_state = rng.choice([0, 1, 3]) if "states" in axes else 0
+    num_state_pages = pages_per_state * rng.choice([2, max_num_seqs, 2 * max_num_seqs])
     return ExecutorSpec(
         block_size=block_size,
-        num_blocks=rng.randint(2, 12) * rng.choice([1, 2, 3]) * (4 if block_size == 1 else 1),
+        num_blocks=rng.randint(2, 12) * rng.choice([1, 2, 3]) * (4 if block_size == 1 else 1) + num_state_pages,
+        pages_per_state=pages_per_state,
         num_slots=max_num_seqs + rng.randint(0, 4),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.choice([0, 3, 20]),

@@ -26,7 +26,7 @@ def counts_of(seed: int, num_runs: int) -> Counter[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_runs", short_and_long([6, 40], [6]))
 def test_every_request_gets_its_tokens(num_runs: int) -> None:
-    counts = counts_of(seed=7, num_runs=num_runs)
+    counts = counts_of(seed=1, num_runs=num_runs)
     assert counts["steps"] > 200 * num_runs
     # All of it has happened: a run in which nothing is preempted or shared proves little.
     wanted = {"preemptions", "swapped out", "swapped in", "prefix hits", "losses", "mirrors checked", "tokens"}

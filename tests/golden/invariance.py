@@ -16,7 +16,8 @@ from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.types import BeamSpec, RequestSpec
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
-from tests.helpers.core.core_model import Chat, Outcome, Rig, Setting
+from tests.helpers.core.core_chats import Chat, Outcome, Setting
+from tests.helpers.core.core_model import Rig
 from tests.helpers.core.core_sampling import core_sampling
 from tests.helpers.executor.known_drafts import KnownDrafts
 from tests.helpers.kept import kept_copy

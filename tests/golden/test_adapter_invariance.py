@@ -23,7 +23,8 @@ from executor_svc.plan.arrays import IntArray
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.golden.invariance import ALONE, SETTINGS, VOCAB_SIZE, kept_outcome, known_texts, load
-from tests.helpers.core.core_model import Chat, Outcome, Rig, Setting
+from tests.helpers.core.core_chats import Chat, Outcome, Setting
+from tests.helpers.core.core_model import Rig
 from tests.helpers.executor.known_drafts import KnownDrafts
 from tests.helpers.kept import kept_copy
 from tests.helpers.marks import short_and_long

@@ -17,7 +17,8 @@ from executor_svc.models.heads.draft import load_draft
 from scheduler_svc.core.types import RequestSpec
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import NUM_THREADS, Model
-from tests.helpers.core.core_model import Chat, Rig, Setting
+from tests.helpers.core.core_chats import Chat, Setting
+from tests.helpers.core.core_model import Rig
 from tests.helpers.core.core_sampling import core_sampling
 from tests.helpers.executor.known_drafts import KnownDrafts
 

@@ -30,7 +30,8 @@ from tests.golden.invariance import (
     load,
     run,
 )
-from tests.helpers.core.core_model import Rig, Setting
+from tests.helpers.core.core_chats import Setting
+from tests.helpers.core.core_model import Rig
 from tests.helpers.core.random_loads import draw_setting
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.eagle3_heads import Format, HeadShape, make_head

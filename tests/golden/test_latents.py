@@ -19,7 +19,8 @@ from tests.checkpoints import blend, edit_config, make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS, Model, Tokens
 from tests.golden.invariance import ALONE, SETTINGS, load, run
 from tests.golden.test_newer_families import VOCABULARY, check_greedy
-from tests.helpers.core.core_model import Outcome, Rig
+from tests.helpers.core.core_chats import Outcome
+from tests.helpers.core.core_model import Rig
 from tests.helpers.executor.rank_threads import RankThreads
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.golden import check_bits_of_chunks, random_prompts

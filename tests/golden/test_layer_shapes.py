@@ -20,7 +20,8 @@ from executor_svc.models.heads.draft import load_draft
 from tests.checkpoints import blend, make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS, Model, Tokens
 from tests.golden.invariance import ALONE, SETTINGS, load, run
-from tests.helpers.core.core_model import Outcome, Rig
+from tests.helpers.core.core_chats import Outcome
+from tests.helpers.core.core_model import Rig
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.gguf_files import all_of, write_gguf
 from tests.helpers.models.golden import check_bits_of_chunks, random_prompts

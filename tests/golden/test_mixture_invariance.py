@@ -15,7 +15,8 @@ from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.golden.invariance import ALONE, SETTINGS, Golden, kept_outcome, load, run
 from tests.golden.test_mixtures import CASES
-from tests.helpers.core.core_model import Outcome, Rig
+from tests.helpers.core.core_chats import Outcome
+from tests.helpers.core.core_model import Rig
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.peft_adapters import save_peft_adapter
 

@@ -11,9 +11,12 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.models.heads.mtp_loading import load_mtp
 from tests.executor_svc.driver import Model
 from tests.golden.invariance import ALONE, MODEL_DRAFTS, SETTINGS, Golden, load, run
+from tests.golden.test_state_invariance import setting_of
+from tests.golden.test_window_invariance import check
 from tests.helpers.core.core_model import Rig
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.mtp_heads import make_mimo
+from tests.helpers.models.qwen_mtp import make_qwen_mtp
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -41,6 +44,30 @@ def test_same_bits_with_the_head_of_the_checkpoint(predicting: Golden, name: str
     found = rig.run(load())
     for key, alone in predicting.expected.items():
         assert found[key] == alone, key
+    counts = rig.core.lanes[0].counts.drafts
+    assert 0.3 * sum(counts.drafted) < sum(counts.accepted) < sum(counts.drafted)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    short_and_long(
+        [
+            *(("qwen3_5_moe_text", name) for name in MODEL_DRAFTS),
+            ("qwen3_5_delta", "drafts, swap"),
+            ("qwen3_next_delta", "drafts, kept sessions"),
+        ],
+        [("qwen3_5_moe_text", "drafts, recompute")],
+    ),
+)
+def test_same_bits_with_the_head_of_a_hybrid(tmp_path: Path, family: str, name: str) -> None:
+    """Its target has states, and both have experts."""
+    folder = make_qwen_mtp(tmp_path, family, predicts=True, **({"mlp_only_layers": []} if "next" in family else {}))
+    model = Model(folder, dtype="float32")
+    head = load_mtp(ExecutorConfig(**{**model.options, "speculative": "mtp"}), model.device, model.loaded)
+    expected, happened = run(model, ALONE)
+    assert not happened
+    rig = Rig(model, setting_of(name), draft_model=head)
+    check(expected, rig.run(load()))
     counts = rig.core.lanes[0].counts.drafts
     assert 0.3 * sum(counts.drafted) < sum(counts.accepted) < sum(counts.drafted)
 

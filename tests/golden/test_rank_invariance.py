@@ -16,15 +16,18 @@ from executor_svc.models.heads.mtp_loading import load_mtp
 from executor_svc.startup.speculation import Draft
 from scheduler_svc.core.lanes.lane_counts import DraftCounts
 from tests.checkpoints import blend, make_checkpoint, make_llama
-from tests.executor_svc.driver import NUM_THREADS
-from tests.golden.invariance import ALONE, SETTINGS, VOCAB_SIZE, known_texts, load
+from tests.executor_svc.driver import NUM_THREADS, Model
+from tests.executor_svc.models.adapters.test_adapted_models import OF_RECURRENT
+from tests.golden.invariance import ALONE, GREEDY, SETTINGS, VOCAB_SIZE, chat, known_texts, load, text
 from tests.golden.test_adapter_invariance import SIZES, adapted_load, make_adapters
-from tests.helpers.core.core_model import Outcome, Rig
+from tests.helpers.core.core_chats import Outcome
+from tests.helpers.core.core_model import Rig
 from tests.helpers.executor.known_drafts import KnownDrafts
 from tests.helpers.executor.rank_threads import Connections, RankThreads
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.eagle3_heads import HeadShape, make_head
 from tests.helpers.models.mtp_heads import make_mimo
+from tests.helpers.models.peft_adapters import save_peft_adapter
 
 NAMES = (
     "all at once", "small chunks, few at once", "recompute, no cache, four plans", "swap", "cached in the host pool",
@@ -179,6 +182,27 @@ def test_same_bits_with_adapters(adapted: Divided, name: str) -> None:
     assert rig.adapters is not None
     assert rig.adapters.num_unloads > 0
     assert setting.happens - {"hits"} <= (+rig.happened).keys()
+
+
+@pytest.mark.parametrize(
+    "family", short_and_long(["falcon_h1", "kimi_linear", "lfm2", "qwen3_next_delta"], ["qwen3_next_delta"])
+)
+def test_tokens_with_adapters_of_recurrences(tmp_path: Path, family: str) -> None:
+    """They are those of one process."""
+    folder, adapters = make_checkpoint(tmp_path / "model", family), {}
+    for index in (1, 2):
+        adapters[index] = tmp_path / str(index)
+        modules = list(OF_RECURRENT[family])
+        save_peft_adapter(folder, adapters[index], seed=index, r=4, lora_alpha=2, target_modules=modules)
+    chats = [chat(f"{number}", text(10 + 7 * number), GREEDY) for number in range(6)]
+    chats = [replace(each, spec=replace(each.spec, adapter_index=n % 3)) for n, each in enumerate(chats)]
+    setting, options = replace(ALONE, max_loras=2, max_cpu_loras=2), {"dtype": "float32"}
+    expected = Rig(Model(folder, SIZES, **options), setting, adapters=adapters).run(chats)
+    ranks = RankThreads(folder, 2, options, adapter_sizes=SIZES)
+    try:
+        assert Rig(ranks.first, setting, adapters=adapters, ranks=ranks).run(chats) == expected
+    finally:
+        ranks.stop()
 
 
 @pytest.fixture(scope="module")

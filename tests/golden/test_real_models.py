@@ -85,8 +85,10 @@ def test_perplexity_is_transformers_and_8_bit_activations_cost_little() -> None:
         expected = perplexity(transformers_of(path)(torch.tensor([tokens])).logits[0], tokens)
     off = perplexity(Model(path, **EXACT).whole(tokens), tokens)
     eight_bits = perplexity(Model(path, **{**EXACT, "quantized_activations": "int8"}).whole(tokens), tokens)
+    default = perplexity(Model(path, max_model_len=2048).whole(tokens), tokens)
     assert off == pytest.approx(expected, rel=1e-5)
     assert off * 0.99 < eight_bits < off * 1.02
+    assert default == pytest.approx(eight_bits, rel=1e-2)  # its keys and values are in bf16
 
 
 @pytest.fixture

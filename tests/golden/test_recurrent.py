@@ -47,6 +47,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
     ),
     "granite_h with limits": ("granite_h", {"time_step_limit": [0.2, 1.0]}),
+    "granite_h of heads that leave a rest": (
+        "granite_h",
+        {
+            "hidden_size": 44,
+            "mamba_d_head": 11,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "num_local_experts": 0,
+        },
+    ),
+    "kimi_linear of dense layers alone": ("kimi_linear", {"mlp_layer_types": ["dense"] * 3, "q_lora_rank": 16}),
     "kimi_linear of dense layers": ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "dense"]}),
     "lfm2 of one size": ("lfm2", {"block_auto_adjust_ff_dim": False, "conv_bias": False, "conv_L_cache": 7}),
     "nemotron_h of all biases": (
@@ -55,12 +66,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
             "mlp_bias": True,
             "use_bias": True,
+            "attention_bias": True,  # transformers' code has none
             "n_groups": 4,
         },
     ),
     "qwen3_5 of one key head": (
         "qwen3_5_delta",
         {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "initializer_range": 0.15},
+    ),
+    "qwen3_5 of a part that is odd": (
+        "qwen3_5_delta",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}},
     ),
 }
 

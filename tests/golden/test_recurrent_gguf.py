@@ -69,6 +69,7 @@ CASES: dict[str, tuple[str, Kinds, dict[str, Any]]] = {
         EIGHT_BITS,
         {
             **_HEADS,
+            "head_dim": 32,
             "mamba_head_dim": 16,
             "n_group": 1,
             "topk_group": 1,

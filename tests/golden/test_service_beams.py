@@ -36,12 +36,17 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama, flat": {"family": "llama", "seed": 8, "vocab_size": 67, "initializer_range": 0.1},
     "qwen3": {"family": "qwen3", "seed": 8, "vocab_size": 41},
     "gemma2": {"family": "gemma2", "seed": 8, "vocab_size": 50},
+    "lfm2": {"family": "lfm2", "seed": 8, "vocab_size": 41},
+    "qwen3.5": {"family": "qwen3_5_delta", "seed": 8, "vocab_size": 41},
 }
 ROOMY = {"num_gpu_blocks": 1000, "num_cpu_blocks": 0}
 TIGHT = {
     "recompute": {"num_gpu_blocks": 48, "num_cpu_blocks": 0},
     "swap": {"num_gpu_blocks": 48, "num_cpu_blocks": 500},
 }
+
+SMALLER = {"qwen3.5": {"num_gpu_blocks": 8}}
+"""Beside the states of all that run, which not all of them fill at once."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,8 @@ class Golden:
     folder: Path
     searches: list[Search]
     answers: list[Answer]
+    pools: dict[str, int]
+    """Small ones that are its own."""
 
     @property
     def others(self) -> list[tuple[list[int], SamplingParams]]:
@@ -143,13 +150,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=short_and_long(CHECKPOINTS, ["llama"]))
+@pytest.fixture(scope="module", params=short_and_long(CHECKPOINTS, ["llama", "qwen3.5"]))
 def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
     folder = make_checkpoint(tmp_path_factory.mktemp("beams"), **CHECKPOINTS[request.param])
     model = transformers_model(folder)
     model.generation_config.eos_token_id = None
     requests = searches(model.config.vocab_size)
-    return Golden(folder, requests, [by_transformers(model, search) for search in requests])
+    answers = [by_transformers(model, search) for search in requests]
+    return Golden(folder, requests, answers, SMALLER.get(request.param, {}))
 
 
 @asynccontextmanager
@@ -232,7 +240,8 @@ async def test_with_room_for_all(golden: Golden) -> None:
 @pytest.mark.parametrize("preemption", TIGHT)
 async def test_preempted(golden: Golden, preemption: str) -> None:
     gate = Gate()
-    async with serving(golden, preemption, gate, **TIGHT[preemption]) as client, watch_steps(client) as watch:
+    pools = TIGHT[preemption] | golden.pools
+    async with serving(golden, preemption, gate, **pools) as client, watch_steps(client) as watch:
         outputs, others = await generate(client, gate, golden)
         alone = [(await client.generate([prompt], [params]))[0] for prompt, params in golden.others]
         # They came after all the others had left.

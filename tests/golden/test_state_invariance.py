@@ -19,7 +19,8 @@ from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.golden.invariance import ALONE, SETTINGS, VOCAB_SIZE, Golden, kept_outcome, known_texts, load, run
 from tests.golden.test_window_invariance import check
-from tests.helpers.core.core_model import Outcome, Rig, Setting
+from tests.helpers.core.core_chats import Outcome, Setting
+from tests.helpers.core.core_model import Rig
 from tests.helpers.executor.known_drafts import KnownDrafts
 from tests.helpers.executor.rank_threads import RankThreads
 from tests.helpers.marks import short_and_long
@@ -60,10 +61,9 @@ def alone(model: Model) -> Outcome:
 
 
 def setting_of(name: str) -> Setting:
-    """What a pool cannot hold, and so what happens, depends on sizes. Beams that begin anew share nothing."""
+    """What a pool cannot hold, and so what happens, depends on sizes."""
     setting = SETTINGS[name]
-    room = {"num_blocks": 40} if setting.cuts_every else {}
-    return replace(setting, happens=setting.happens & {"drafts"}, **room)  # type: ignore[arg-type]
+    return replace(setting, happens=setting.happens & {"drafts"})
 
 
 @pytest.mark.parametrize(

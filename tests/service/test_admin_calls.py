@@ -81,6 +81,10 @@ async def test_watch_steps_and_block_tables(w):
     assert list(records[0].num_tokens) == [20]
     assert records[0].status == 1
     assert any(change.appended for change in records[0].block_changes)
+    # Without KV groups and states nothing else is sent.
+    sent = {field.name for record in records for change in record.block_changes for field, _ in change.ListFields()}
+    assert sent <= {"sequence_id", "appended", "cleared"}
+    assert not any(record.freed_pages or record.state_copies for record in records)
     watch.cancel()
     status = await error_of(w.admin.GetBlockTable(admin_pb2.GetBlockTableRequest(request_id="a")))
     assert status.code == grpc.StatusCode.NOT_FOUND.value[0]

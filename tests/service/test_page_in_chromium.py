@@ -91,6 +91,48 @@ def seen(browser: str, driver: Path, tmp_path_factory: pytest.TempPathFactory) -
     return {**json.loads(result.stdout), "url": url, "service": events, "load": load, "pictures": pictures}
 
 
+def test_windows_states_and_snapshots_are_drawn(browser: str, driver: Path, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    pool = {"num_gpu_blocks": 120, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    groups = {
+        "simulate": str(costs),
+        "simulate_vocab_size": 500,
+        "simulate_kv_groups": "full:1,24:1",
+        "simulate_state_pages": 2,
+    }
+    page = {"http": "0", "page": True}
+    costs.write_text('{"step_us": 10000}')
+    prompts = [[first, *range(5, 60), first] for first in range(100, 104)]
+    with LocalServices("simulated", max_model_len=512, **pool, **groups, **page) as services:
+        assert services.page_url is not None
+        command = ["node", "pages.js", browser, services.page_url]
+        with subprocess.Popen(command, cwd=driver, stdout=subprocess.PIPE, text=True) as looking:
+            assert looking.stdout is not None
+            assert looking.stdout.readline() == "live\n"
+            with Client(services.target) as client:
+                client.generate(prompts, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+            found = json.loads(looking.communicate(timeout=60)[0])
+    assert looking.returncode == 0
+    assert found["problems"] == []
+    assert found["legend"][-4:] == [
+        "W: held in a window",
+        "w: of a window, cached",
+        "S: recurrent state",
+        "s: snapshot",
+    ]
+    assert {"teal", "gold", "gold-soft"} <= set(found["colours"])
+    assert "of states" in found["note"]
+    assert "of snapshots" in found["label"]
+    told = "\n".join(found["words"])
+    for words in (
+        "layers with a window of 24; ",
+        "layers without a window; ",
+        "of the recurrent state of ",
+        ": snapshot of",
+    ):
+        assert words in told, found["words"]
+
+
 def test_nothing_fails_in_the_page_and_it_asks_nobody_else(seen: dict[str, Any]) -> None:
     assert seen["problems"] == []
     assert len(seen["hosts"]) == 1

@@ -1,5 +1,6 @@
-"""A model with recurrent layers behind both services: requests share prefixes behind copies of states, have samples,
-are preempted, and lose their executor. They get what each gets without all that, and the log of it runs again twice.
+"""A model with recurrent layers behind both services: requests share prefixes behind copies of states, have samples
+and beams, are preempted, and lose their executor. They get what each gets without all that, and the log of it runs
+again twice.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ def requests() -> list[generation_pb2.GenerateRequest]:
     ]
     made.append(any_request(ids=PROMPT, request_id="pair", seed=9, n=2, temperature=0.9, max_tokens=50))
     made.append(any_request(ids=PROMPT[:17], request_id="greedy", temperature=0.0, max_tokens=70))
+    made += [
+        any_request(ids=PROMPT[:number], request_id=f"beams {number}", n=2, beam_width=3, max_tokens=40)
+        for number in (9, 33)
+    ]
     for each in made:
         each.sampling_params.ignore_eos = True
     return made

@@ -26,7 +26,7 @@ SHARE_WITH_ADAPTERS = 0.4
 GROUPS_EVERY = 7
 """One history of so many has executors of several KV groups, or of one with a window or several pages a block."""
 STATES_EVERY = 9
-"""One history of so many has executors of a model with recurrent states, and no beams."""
+"""One history of so many has executors of a model with recurrent states."""
 RECORDED_EVERY = 12
 """One history of so many is recorded, and its plan log replayed."""
 
@@ -267,9 +267,8 @@ def _with_states(rng: Random, scenario: Scenario) -> Scenario:
                 num_host_blocks=model.num_host_blocks and model.num_host_blocks + count,
             )
         )
-    clients = tuple(client for client in scenario.clients if catalogue()[client.index].spec.beams is None)
     faults = tuple(fault for fault in scenario.faults if fault.kind != "poison")
-    return replace(scenario, models=tuple(models), clients=clients, faults=faults)
+    return replace(scenario, models=tuple(models), faults=faults)
 
 
 def _draw_groups(rng: Random) -> tuple[KVGroup, ...]:

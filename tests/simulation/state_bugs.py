@@ -90,9 +90,49 @@ STATE_BUGS = (
 
 WAYS = (
     SeededBug(
+        "a copy's position is counted in blocks of another size (vLLM 53142, 55600)",
+        "scheduler_svc.core.steps.saves", "_arm",
+        "end * lane.spec.block_size", "end * (2 * lane.spec.block_size)",
+    ),
+    SeededBug(
         "a state that a lost plan was to change is kept",
         "scheduler_svc.core.steps.kept_kv", "keep_kv",
-        "set(contexts) if lane.blocks.states is not None else set()", "set()",
+        "{*contexts, *_copied_to(lane, steps)} if lane.blocks.states is not None else set()", "set()",
+    ),
+    SeededBug(
+        "a state that a lost plan was to copy is kept",
+        "scheduler_svc.core.steps.kept_kv", "keep_kv",
+        ", *_copied_to(lane, steps)}", "}",
+    ),
+    SeededBug(
+        "a state that no plan has copied yet is taken for the KV that is there",
+        "scheduler_svc.core.steps.kept_kv", "keep_kv",
+        "or sequence.kv_source is not None", "or False",
+    ),
+    SeededBug(
+        "a beam goes on from another state than its parent's",
+        "scheduler_svc.core.steps.beam_scheduling", "_reorder",
+        "lane.blocks.states.copy(parent, child)", "pass",
+    ),
+    SeededBug(
+        "beams that come back begin without the state of what they have in common",
+        "scheduler_svc.core.steps.planning", "_shared_kv_is_computed",
+        "states.copy(source, sequence)", "pass",
+    ),
+    SeededBug(
+        "a beam that comes back does not wait where others need its state",
+        "scheduler_svc.core.steps.chunks", "plan_chunk",
+        "(lane.blocks.windows or lane.blocks.states) is not None", "lane.blocks.windows is not None",
+    ),
+    SeededBug(
+        "beams come back behind a hit that not all of them have",
+        "scheduler_svc.core.steps.allocation", "allocations_of",
+        "allocation.num_shared < allocations[0].found.num_blocks", "False",
+    ),
+    SeededBug(
+        "a beam to come has no state",
+        "scheduler_svc.core.steps.admission", "_allocate",
+        "lane.blocks.open_state(sequence)", "pass",
     ),
     SeededBug(
         "copies that a lost session was to make are waited for",

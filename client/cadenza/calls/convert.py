@@ -233,8 +233,10 @@ def _fault(message: generation_pb2.FaultCount) -> FaultCount:
     return FaultCount(kind, message.count, message.last_age_s, message.last_executor)
 
 
-def _same_names(kind: Any, message: object) -> dict[str, Any]:
-    return {field.name: getattr(message, field.name) for field in fields(kind)}
+def _same_names(kind: Any, message: Any) -> dict[str, Any]:
+    """Fields by name; repeated ones as tuples."""
+    values = ((field.name, getattr(message, field.name)) for field in fields(kind))
+    return {name: value if isinstance(value, (int, float, str, bytes)) else tuple(value) for name, value in values}
 
 
 def _sample(message: generation_pb2.SampleOutput) -> CompletionOutput:

@@ -164,6 +164,8 @@ class StepRecord(_message.Message):
     FIRST_TOKEN_NS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
+    STATE_COPIES_FIELD_NUMBER: _builtins.int
+    FREED_PAGES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
     executor_index: _builtins.int
@@ -236,6 +238,16 @@ class StepRecord(_message.Message):
     def num_accepted_drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Drafts of each that were accepted; [n] as num_drafts. num_sampled counts their tokens too."""
 
+    @_builtins.property
+    def state_copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCopy]:
+        """Copies of recurrent states that this step was asked for, or has made; with block table changes alone."""
+
+    @_builtins.property
+    def freed_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Pages that became unused since the last record of this executor, and were when this step's result was applied; with
+        block table changes alone. Only of executors with kv_group_windows or pages_per_state in ExecutorInfo.
+        """
+
     def __init__(
         self,
         *,
@@ -259,10 +271,12 @@ class StepRecord(_message.Message):
         first_token_ns: _abc.Iterable[_builtins.int] | None = ...,
         num_drafts: _abc.Iterable[_builtins.int] | None = ...,
         num_accepted_drafts: _abc.Iterable[_builtins.int] | None = ...,
+        state_copies: _abc.Iterable[Global___StateCopy] | None = ...,
+        freed_pages: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_ns", b"applied_ns", "block_changes", b"block_changes", "context_lens", b"context_lens", "executor_index", b"executor_index", "first_token_ns", b"first_token_ns", "joined", b"joined", "left", b"left", "load", b"load", "num_accepted_drafts", b"num_accepted_drafts", "num_drafts", b"num_drafts", "num_sampled", b"num_sampled", "num_tokens", b"num_tokens", "planned_ns", b"planned_ns", "preempted_ids", b"preempted_ids", "sequence_ids", b"sequence_ids", "status", b"status", "step_id", b"step_id", "swapped_in_ids", b"swapped_in_ids", "swapped_out_ids", b"swapped_out_ids", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_ns", b"applied_ns", "block_changes", b"block_changes", "context_lens", b"context_lens", "executor_index", b"executor_index", "first_token_ns", b"first_token_ns", "freed_pages", b"freed_pages", "joined", b"joined", "left", b"left", "load", b"load", "num_accepted_drafts", b"num_accepted_drafts", "num_drafts", b"num_drafts", "num_sampled", b"num_sampled", "num_tokens", b"num_tokens", "planned_ns", b"planned_ns", "preempted_ids", b"preempted_ids", "sequence_ids", b"sequence_ids", "state_copies", b"state_copies", "status", b"status", "step_id", b"step_id", "swapped_in_ids", b"swapped_in_ids", "swapped_out_ids", b"swapped_out_ids", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,20 +390,31 @@ Global___StepLoad: _TypeAlias = StepLoad  # noqa: Y015
 
 @_typing.final
 class BlockTableChange(_message.Message):
-    """BlockTableChange is a change of one sequence's block table."""
+    """BlockTableChange is a change of one sequence's block table in one KV group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     APPENDED_FIELD_NUMBER: _builtins.int
     CLEARED_FIELD_NUMBER: _builtins.int
+    KV_GROUP_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    STATE_PAGES_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The sequence."""
     cleared: _builtins.bool
-    """Whether the table was cleared first."""
+    """Whether the tables of all groups were cleared first, and its state given back."""
+    kv_group: _builtins.int
+    """The KV group."""
+    first_block: _builtins.int
+    """In a group with a window: the first block that the sequence still holds there; those before are given back."""
     @_builtins.property
     def appended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks appended; [n]."""
+        """Blocks appended; [n]. With several KV groups, or several pages a block: pages."""
+
+    @_builtins.property
+    def state_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The pages of its recurrent state, if it has got one; [pages_per_state]."""
 
     def __init__(
         self,
@@ -397,14 +422,51 @@ class BlockTableChange(_message.Message):
         sequence_id: _builtins.int = ...,
         appended: _abc.Iterable[_builtins.int] | None = ...,
         cleared: _builtins.bool = ...,
+        kv_group: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        state_pages: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "cleared", b"cleared", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "cleared", b"cleared", "first_block", b"first_block", "kv_group", b"kv_group", "sequence_id", b"sequence_id", "state_pages", b"state_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockTableChange: _TypeAlias = BlockTableChange  # noqa: Y015
+
+@_typing.final
+class StateCopy(_message.Message):
+    """StateCopy is a copy of a sequence's recurrent state. Once made it is a snapshot in the prefix cache, unless its pages
+    are freed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    PAGE_IDS_FIELD_NUMBER: _builtins.int
+    IS_MADE_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """The number of tokens that the state holds."""
+    is_made: _builtins.bool
+    """Whether this step has made it."""
+    @_builtins.property
+    def page_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its pages; [pages_per_state]."""
+
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        page_ids: _abc.Iterable[_builtins.int] | None = ...,
+        is_made: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_made", b"is_made", "page_ids", b"page_ids", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateCopy: _TypeAlias = StateCopy  # noqa: Y015
 
 @_typing.final
 class GetBlockTableRequest(_message.Message):

@@ -1211,6 +1211,9 @@ class ExecutorInfo(_message.Message):
     MAX_DRAFTS_FIELD_NUMBER: _builtins.int
     NUM_LOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
     MAX_LOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
+    KV_GROUP_WINDOWS_FIELD_NUMBER: _builtins.int
+    KV_GROUP_PAGES_FIELD_NUMBER: _builtins.int
+    PAGES_PER_STATE_FIELD_NUMBER: _builtins.int
     target: _builtins.str
     """Its address."""
     connected: _builtins.bool
@@ -1273,6 +1276,18 @@ class ExecutorInfo(_message.Message):
     """LoRA adapters that it has loaded."""
     max_loaded_adapters: _builtins.int
     """The most LoRA adapters that it has loaded; 0: it has no adapters."""
+    pages_per_state: _builtins.int
+    """Pages of a sequence's recurrent state; 0: there is none."""
+    @_builtins.property
+    def kv_group_windows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The window of each KV group: the number of the last positions that its layers read; 0: all; [num_groups]. Empty: a
+        block is a page, and there are no states.
+        """
+
+    @_builtins.property
+    def kv_group_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Pages of a block in each KV group; [num_groups]. Then blocks of this message and of SchedulerLoad are pages."""
+
     def __init__(
         self,
         *,
@@ -1306,10 +1321,13 @@ class ExecutorInfo(_message.Message):
         max_drafts: _builtins.int = ...,
         num_loaded_adapters: _builtins.int = ...,
         max_loaded_adapters: _builtins.int = ...,
+        kv_group_windows: _abc.Iterable[_builtins.int] | None = ...,
+        kv_group_pages: _abc.Iterable[_builtins.int] | None = ...,
+        pages_per_state: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "draining", b"draining", "epoch", b"epoch", "incarnation", b"incarnation", "index", b"index", "last_step_id", b"last_step_id", "max_drafts", b"max_drafts", "max_loaded_adapters", b"max_loaded_adapters", "max_num_seqs", b"max_num_seqs", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_device_blocks", b"num_cached_device_blocks", "num_device_blocks", b"num_device_blocks", "num_drafts", b"num_drafts", "num_inflight_plans", b"num_inflight_plans", "num_loaded_adapters", b"num_loaded_adapters", "num_output_tokens", b"num_output_tokens", "num_prefix_hits", b"num_prefix_hits", "num_prefix_queries", b"num_prefix_queries", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_used_device_blocks", b"num_used_device_blocks", "num_waiting", b"num_waiting", "refusal", b"refusal", "resident_bytes", b"resident_bytes", "stalled_s", b"stalled_s", "stalled_step_id", b"stalled_step_id", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "draining", b"draining", "epoch", b"epoch", "incarnation", b"incarnation", "index", b"index", "kv_group_pages", b"kv_group_pages", "kv_group_windows", b"kv_group_windows", "last_step_id", b"last_step_id", "max_drafts", b"max_drafts", "max_loaded_adapters", b"max_loaded_adapters", "max_num_seqs", b"max_num_seqs", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_device_blocks", b"num_cached_device_blocks", "num_device_blocks", b"num_device_blocks", "num_drafts", b"num_drafts", "num_inflight_plans", b"num_inflight_plans", "num_loaded_adapters", b"num_loaded_adapters", "num_output_tokens", b"num_output_tokens", "num_prefix_hits", b"num_prefix_hits", "num_prefix_queries", b"num_prefix_queries", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_used_device_blocks", b"num_used_device_blocks", "num_waiting", b"num_waiting", "pages_per_state", b"pages_per_state", "refusal", b"refusal", "resident_bytes", b"resident_bytes", "stalled_s", b"stalled_s", "stalled_step_id", b"stalled_step_id", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ def gated(code: Code, activation: GatedActivation, dtype: Dtype, width: int) -> 
 
     Items: one for each ROWS_AT_ONCE rows. Arguments: rows, gate_up [rows, 2 * width], y [rows, width].
     """
-    size, activate = ITEM_BYTES[dtype], {"silu": silu, "gelu_tanh": _gelu_tanh}[activation]
+    size = ITEM_BYTES[dtype]
 
     def body(emit: Emitter, item: Int, _: Int, rows: Int, gate_up: Int, y: Int) -> None:
         def row(index: Int, _: list[Vec]) -> None:
@@ -36,7 +36,7 @@ def gated(code: Code, activation: GatedActivation, dtype: Dtype, width: int) -> 
             def piece(offset: Int, count: int) -> None:
                 gate = emit.load(start + offset * size, dtype, count)
                 up = emit.load(start + (offset + width) * size, dtype, count)
-                emit.store(activate(gate).rounded(dtype) * up, into + offset * size, dtype, count)
+                emit.store(gated_product(activation, gate, up, dtype), into + offset * size, dtype, count)
 
             each_piece(emit, width, piece)
 
@@ -44,6 +44,12 @@ def gated(code: Code, activation: GatedActivation, dtype: Dtype, width: int) -> 
         emit.loop(first, (first + ROWS_AT_ONCE).least(rows), 1, row)
 
     return code.kernel(f"{activation}_{dtype}_{width}", 3, body)
+
+
+def gated_product(activation: GatedActivation, gate: Vec, up: Vec, dtype: Dtype) -> Vec:
+    """Return activation(gate), rounded to dtype, times up."""
+    activate = {"silu": silu, "gelu_tanh": _gelu_tanh}[activation]
+    return activate(gate).rounded(dtype) * up
 
 
 def clipped_swiglu(code: Code, dtype: Dtype, width: int, alpha: float, limit: float) -> str:

@@ -39,28 +39,40 @@ def _score_stride(max_model_len: int) -> int:
 
 
 def attention(
-    code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, max_model_len: int, sinks: bool = False
+    code: Code,
+    dtypes: tuple[Dtype, Dtype],
+    shape: AttentionShape,
+    block_size: int,
+    max_model_len: int,
+    sinks: bool = False,
 ) -> str:
-    """Add the kernel; returns its name.
+    """Add the kernel; returns its name. dtypes: of q and out, and of the cache.
 
     Items: one per query tile and some KV heads. Arguments: items, q [T, H, DP], the stride of its tokens in bytes,
     kv_layer, bytes from one of its blocks to the next and from a block's keys to its values, out [T, H * DP], the
     table of `CpuAttentionPlan`, and sinks [H] float32, read only if sinks.
     """
-    return _AttentionKernel(code, dtype, shape, block_size, max_model_len, sinks).add()
+    return _AttentionKernel(code, dtypes, shape, block_size, max_model_len, sinks).add()
 
 
 class _AttentionKernel:
     def __init__(
-        self, code: Code, dtype: Dtype, shape: AttentionShape, block_size: int, max_model_len: int, sinks: bool
+        self,
+        code: Code,
+        dtypes: tuple[Dtype, Dtype],
+        shape: AttentionShape,
+        block_size: int,
+        max_model_len: int,
+        sinks: bool,
     ) -> None:
-        self._code, self._dtype, self._shape, self._block = code, dtype, shape, block_size
-        self._size, self._sinks = ITEM_BYTES[dtype], sinks
+        self._code, self._shape, self._block, self._sinks = code, shape, block_size, sinks
+        self._dtype, self._kv_dtype = dtypes
+        self._size, self._kv_size = (ITEM_BYTES[each] for each in dtypes)
         self._width = shape.padded_head_size
         self._tokens = tile_tokens(shape)
         self._score_bytes = _score_stride(max_model_len) * _FLOAT
         self._scratch_bytes = scratch_bytes(shape, max_model_len)
-        self._head_bytes = block_size * self._width * self._size
+        self._head_bytes = block_size * self._width * self._kv_size
         self._group_bytes = shape.group * self._width * self._size
         self._registers = 24 if code.isa.has("avx512f") else 6
         assert shape.window is None or shape.chunk is None, "a window and chunks"
@@ -68,7 +80,8 @@ class _AttentionKernel:
         window += "" if shape.chunk is None else f"_chunk{shape.chunk}"
         cap = "" if shape.softcap is None else f"_cap{shape.softcap}"
         sizes = f"{shape.num_heads}_{shape.num_kv_heads}_{shape.head_size}_{self._width}_{block_size}_{max_model_len}"
-        self._name = f"attention_{dtype}_{sizes}_{shape.scale}{window}{cap}{'_sinks' if sinks else ''}"
+        named = "_".join(dict.fromkeys(dtypes))
+        self._name = f"attention_{named}_{sizes}_{shape.scale}{window}{cap}{'_sinks' if sinks else ''}"
 
     def add(self) -> str:
         return self._code.kernel(self._name, 9, self._item)
@@ -242,7 +255,7 @@ class _AttentionKernel:
 
     def _score_helper(self, rows: int, blocks: int) -> Callable[..., None]:
         """Add a helper: scores of `rows` queries with all keys of some consecutive blocks of the sequence."""
-        width, stride = self._width, self._block * self._size
+        width, stride = self._width, self._block * self._kv_size
         places = [(which, offset, count) for which in range(blocks) for offset, count in pieces(self._block)]
 
         def body(emit: Emitter, queries: Int, scores: Int, *addresses: Int) -> None:
@@ -251,9 +264,9 @@ class _AttentionKernel:
 
                 def column(index: Int, sums: list[Vec], chosen: Sequence[tuple[int, int, int]] = chosen) -> list[Vec]:
                     for which, offset, _ in chosen:
-                        emit.prefetch(next_keys[which] + index * stride + offset * self._size, 1, level=2)
+                        emit.prefetch(next_keys[which] + index * stride + offset * self._kv_size, 1, level=2)
                     key = [
-                        emit.load(keys[which] + index * stride + offset * self._size, self._dtype, count)
+                        emit.load(keys[which] + index * stride + offset * self._kv_size, self._kv_dtype, count)
                         for which, offset, count in chosen
                     ]
                     query = [
@@ -317,7 +330,7 @@ class _AttentionKernel:
                 emit.load(work.sums + row * row_bytes + offset * _FLOAT, "float32") * inverse
                 for offset in range(0, self._width, LANES)
             ]
-            emit.store_row(totals, into + row * (self._width * self._size), self._dtype)
+            emit.store_row(totals, into + row * (self._width * self._size), self._dtype, self._kv_dtype)
 
         emit.loop(0, rows, 1, begin_row)
         emit.loop(lowest // self._block, position // self._block + 1, 1, block)
@@ -333,7 +346,7 @@ class _AttentionKernel:
 
     def _values_helper(self, rows: int) -> Callable[..., None]:
         """Add a helper: add the weighted values of places begin to end - 1 of a block to the sums of `rows` heads."""
-        columns, width, size = self._width // LANES, self._width, self._size
+        columns, width, size = self._width // LANES, self._width, self._kv_size
         at_once = min(columns, max(1, self._registers // rows))  # all columns, or an even number, as load_row needs
 
         def body(emit: Emitter, weights: Int, values: Int, sums: Int, begin: Int, end: Int, following: Int) -> None:
@@ -345,7 +358,9 @@ class _AttentionKernel:
                     row_bytes = width * size
                     if part.start == 0:
                         emit.prefetch(following + at * row_bytes, row_bytes, level=2)
-                    value = emit.load_row(values + at * row_bytes + part.start * LANES * size, self._dtype, len(part))
+                    value = emit.load_row(
+                        values + at * row_bytes + part.start * LANES * size, self._kv_dtype, len(part)
+                    )
                     place = weights + at * _FLOAT
                     weight = [emit.load_all(place + row * self._score_bytes, "float32") for row in range(rows)]
                     products = [(weight[row], each) for row in range(rows) for each in value]

@@ -10,21 +10,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels import activation, argmax, matmul, norm, rows
+from executor_svc.cpu.kernels import activation, argmax, norm, rows
 from executor_svc.cpu.kernels import attention as cpu_attention
 from executor_svc.cpu.kernels import rope as rotary
-from executor_svc.cpu.kernels.amx import many_rows, product, row_tiles
 from executor_svc.cpu.kernels.attention_plan import CpuAttentionPlan
 from executor_svc.cpu.kernels.codegen.compiled import Code, shared_code
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
+from executor_svc.cpu.kernels.dense_launches import DTYPES, Host, launch_product, row_forms
 from executor_svc.cpu.kernels.lora.kernels import CpuAdapterKernels
 from executor_svc.cpu.kernels.lora.launches import AdapterLaunches
-from executor_svc.cpu.kernels.matmul_tiles import has_pairs, has_tiles, widen_rows
-from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import Coming
 from executor_svc.cpu.kernels.panels import PanelWriter, take_panel_rows
 from executor_svc.cpu.kernels.quantized import embedding_rows
-from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host, PackedWeightPart, Part, PartLaunches, RowForms
+from executor_svc.cpu.kernels.quantized.launches import PackedWeightPart, Part, PartLaunches
 from executor_svc.cpu.kernels.recording import CpuRecording
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
 from executor_svc.cpu.kernels.tensors import addresses as _addresses
@@ -59,6 +58,8 @@ class CpuKernels(CpuAdapterKernels):
         self._times = 1
         """How often a row of the step is there in the rows of launches."""
         self._workspace = Workspace()
+        self.matrix_dtype: torch.dtype | None = None
+        """Of dense weights of a model that is in another dtype; None: they are in the model's."""
 
     @property
     def code(self) -> Code:
@@ -112,16 +113,26 @@ class CpuKernels(CpuAdapterKernels):
     def embed(self, table: Tensor, token_ids: Tensor, scale: float) -> Tensor:
         return self.take_rows(table, token_ids, "embedded", scale)
 
-    def take_rows(self, table: Tensor, ids: Tensor, name: str = "taken", scale: float = 1.0) -> Tensor:
-        y = self._new(name, (ids.shape[0], table.shape[1]), table.dtype)
-        kernel = rows.take_rows(self._code, _dtype(table), table.shape[1], scale)
+    def take_rows(
+        self,
+        table: Tensor,
+        ids: Tensor,
+        name: str = "taken",
+        scale: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """As in `Kernels`, times scale; dtype: of the result, by default the table's."""
+        y = self._new(name, (ids.shape[0], table.shape[1]), dtype or table.dtype)
+        kernel = rows.take_rows(self._code, (_dtype(table), _dtype(y)), table.shape[1], scale)
         self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(table, ids, y)), ids.shape[0])
         return y
 
-    def embed_from_panels(self, panels: Tensor, hidden: int, token_ids: Tensor, scale: float) -> Tensor:
-        """As `embed`, for the panels of a table [vocabulary, hidden]."""
-        y = self._new("embedded", (token_ids.shape[0], hidden), panels.dtype)
-        kernel = take_panel_rows(self._code, _dtype(panels), hidden, scale)
+    def embed_from_panels(
+        self, panels: Tensor, hidden: int, token_ids: Tensor, scale: float, dtype: torch.dtype
+    ) -> Tensor:
+        """As `embed`, for the panels of a table [vocabulary, hidden]; dtype: of the result."""
+        y = self._new("embedded", (token_ids.shape[0], hidden), dtype)
+        kernel = take_panel_rows(self._code, (_dtype(panels), _dtype(y)), hidden, scale)
         self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(panels, token_ids, y)), token_ids.shape[0])
         return y
 
@@ -211,11 +222,13 @@ class CpuKernels(CpuAdapterKernels):
         assert isinstance(plan, CpuAttentionPlan)
         assert scales is None, "there is no cache in fp8 here"
         parts = (qkv.shape[1] // shape.padded_head_size - shape.num_heads) // shape.num_kv_heads
-        fused = norms if norms is not None and _in_one_pass(norms, parts) else None
+        fused = norms if norms is not None and rotary.in_one_pass(norms, parts) else None
         if norms is not None and fused is None:
             qkv = self.norm_heads(qkv, norms, shape)
         scale_dtype = None if rope.query_scales is None else _dtype(rope.query_scales)
-        rotation = rotary.Rotation(rope.cos.shape[1], _dtype(rope.cos), scale_dtype, kv_parts=parts)
+        rotation = rotary.Rotation(
+            rope.cos.shape[1], _dtype(rope.cos), scale_dtype, kv_parts=parts, kv_dtype=_dtype(kv_layer)
+        )
         rotation = replace(rotation, heads_between=(qkv.stride(0) - qkv.shape[1]) // shape.padded_head_size)
         if fused is not None:
             rotation = replace(
@@ -253,7 +266,8 @@ class CpuKernels(CpuAdapterKernels):
         out = self._new("attended", (q.shape[0], shape.num_heads * shape.padded_head_size), q.dtype)
         block_size = kv_layer.shape[3]
         length, with_sinks = plan.max_model_len, sinks is not None
-        kernel = cpu_attention.attention(self._code, _dtype(q), shape, block_size, length, with_sinks)
+        dtypes = _dtype(q), _dtype(kv_layer)
+        kernel = cpu_attention.attention(self._code, dtypes, shape, block_size, length, with_sinks)
         stride = q.stride(0) * q.element_size()
         sink = 0 if sinks is None else _addresses(sinks)[0]
         where = (*cache_arguments(kv_layer), out.data_ptr(), plan.table[table].ctypes.data)
@@ -294,58 +308,33 @@ class CpuKernels(CpuAdapterKernels):
     ) -> Tensor:
         """Return x @ weight.T + bias for a weight in panels (`panels.new_panels`)."""
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        self._product(self._row_forms(x), panels, bias, y)
+        launch_product(self.host, row_forms(self.host, x, panels.dtype), panels, bias, y)
         return y
 
     def stored_linear(
-        self, x: Tensor, parts: Sequence[Part], bias: Tensor | None, out_features: int, out_dtype: torch.dtype
+        self,
+        x: Tensor,
+        parts: Sequence[Part],
+        bias: Tensor | None,
+        out_features: int,
+        out_dtype: torch.dtype,
+        activation: GatedActivation | None = None,
     ) -> Tensor:
-        """Return x @ weight.T + bias for a weight in parts, one below the other."""
+        """Return x @ weight.T + bias for a weight in parts, one below the other; activation: as of `PartLaunches`."""
         assert x.is_contiguous()
         y = self._new(f"linear_{out_features}", (x.shape[0], out_features), out_dtype)
-        PartLaunches(self.host, x, bias, y).run(parts)
+        PartLaunches(self.host, x, bias, y, activation).run(parts)
         return y
 
     @property
     def host(self) -> Host:
         """What launches of other modules need."""
-        how = self._new, self._launch, self._launch_product, self._scratch, self._row_forms, self._product
+        how = self._new, self._launch, self._launch_product, self._scratch
         return Host(self._code, self._team.num_threads, *how)
-
-    def _row_forms(self, x: Tensor) -> RowForms:
-        """Return rows in the forms in which dense products read them."""
-        if has_tiles(self.isa, _dtype(x)):
-            tiles = self._new(f"tiles_{x.shape[1]}", row_tiles.padded(*x.shape), x.dtype)
-            arguments = (x.data_ptr(), x.shape[1], tiles.data_ptr())
-            kernel = row_tiles.row_tiles(self._code)
-            self._launch(KernelLaunch(kernel, "rows", row_tiles.GROUP, 1, arguments, row_tiles.LEAST_ROWS), x.shape[0])
-            return RowForms(x, x, tiles)
-        return RowForms(x, x if has_pairs(self.isa, _dtype(x)) else self._widened(x), None)
-
-    def _product(self, rows: RowForms, panels: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        """Launch y = x @ weight.T + bias for a weight in panels. Its last argument is what it prefetches at its end."""
-        x, with_bias = rows.x, bias is not None
-        sizes = (*x.shape[1:], y.shape[1], 0 if bias is None else bias.data_ptr(), self._team.num_threads)
-        arguments = (*_addresses(rows.factors, panels, y), *sizes)
-        if rows.tiles is not None:
-            kernel = product.matmul(self._code, _dtype(y), with_bias)
-            arguments += (rows.tiles.data_ptr(), self._scratch(many_rows.scratch_bytes()).data_ptr())
-        else:
-            kernel = matmul.matmul(self._code, _dtype(x), _dtype(y), with_bias)
-        launch = KernelLaunch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], (*arguments, panels.data_ptr()))
-        self._launch_product(launch, x.shape[0], panels.data_ptr())
 
     def _scratch(self, num_bytes: int) -> Tensor:
         """Return memory of so many bytes for each thread; the same for the same number of bytes."""
         return self._workspace.take("scratch", (self._team.num_threads, num_bytes), torch.uint8)
-
-    def _widened(self, x: Tensor) -> Tensor:
-        """Return rows as floats, with a 0 after the last of an odd number of bfloat16."""
-        if x.dtype == torch.float32:
-            return x
-        wide = self._new(f"widened_{x.shape[1]}", (x.shape[0], x.shape[1] + x.shape[1] % 2), torch.float32)
-        self._launch(KernelLaunch(widen_rows(self._code), "rows", 1, 1, (*_addresses(x, wide), x.shape[1])), x.shape[0])
-        return wide
 
     @property
     def _adapters(self) -> AdapterLaunches:
@@ -387,13 +376,8 @@ class CpuKernels(CpuAdapterKernels):
                 launch = replace(launch, count=self._recording.rows, times=self._times)
             self._recording.launches.append(launch)
 
-    def _launch_product(self, launch: KernelLaunch, count: int, weight: int) -> None:
-        """Launch a product with the weight at this address, whose last argument is `following` of `coming_panel`."""
+    def _launch_product(self, launch: KernelLaunch, count: int, coming: Coming) -> None:
+        """Launch a product, whose last arguments are of its own weight until another one follows."""
         if self._recording is not None:
-            self._recording.announce(weight)
-        self._launch(launch, count)
-
-
-def _in_one_pass(norms: HeadNorms, kv_parts: int) -> bool:
-    """Return whether norms of heads are computed with the rotation: after it, of values, or where keys alone are."""
-    return norms.kind == "heads after rope" or norms.v is not None or kv_parts < 2
+            self._recording.announce(coming)
+        self._launch(replace(launch, arguments=(*launch.arguments, *coming)), count)

@@ -24,17 +24,18 @@ _MOST_SMALL = 12
 
 
 class CpuLinear:
-    """x @ weight.T + bias, rounded to the dtype of the weight."""
+    """x @ weight.T + bias, rounded to the model's dtype."""
 
     def __init__(self, weight: Tensor | WeightRows, bias: Tensor | None, kernels: CpuKernels) -> None:
         """weight: [out_features, in_features]; bias: [out_features] or None; both in the model's dtype.
 
-        A weight that is not a tensor is read by `read`.
+        A weight that is not a tensor is read by `read`, in the kernels' `matrix_dtype` if they have one.
         """
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.contiguous()
-        self.panels = new_panels(self.out_features, self.in_features, weight.dtype)
-        self._kernels = kernels
+        self.dtype, self._kernels = weight.dtype, kernels
+        held = None if isinstance(weight, Tensor) else kernels.matrix_dtype
+        self.panels = new_panels(self.out_features, self.in_features, held or weight.dtype)
         if isinstance(weight, Tensor):
             kernels.panel_writer.write(self.panels, 0, weight)
 
@@ -47,7 +48,7 @@ class CpuLinear:
         """Put the rows of the weight into the panels; any thread may do so."""
         first = 0
         for block in weight.blocks(BLOCK_BYTES, PANEL):
-            self._kernels.panel_writer.write(self.panels, first, block)
+            self._kernels.panel_writer.write(self.panels, first, block.to(self.panels.dtype))
             first += len(block)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -64,7 +65,18 @@ class PanelEmbedding:
 
     def __call__(self, token_ids: Tensor, scale: float) -> Tensor:
         linear = self._linear
-        return self._kernels.embed_from_panels(linear.panels, linear.in_features, token_ids, scale)
+        return self._kernels.embed_from_panels(linear.panels, linear.in_features, token_ids, scale, linear.dtype)
+
+
+class CpuTableEmbedding:
+    """Implements `device.kernels.Embedding`: the rows of a dense table."""
+
+    def __init__(self, table: Tensor, dtype: torch.dtype, kernels: CpuKernels) -> None:
+        """dtype: of the model."""
+        self._table, self._dtype, self._kernels = table, dtype, kernels
+
+    def __call__(self, token_ids: Tensor, scale: float) -> Tensor:
+        return self._kernels.take_rows(self._table, token_ids, "embedded", scale, self._dtype)
 
 
 def rows_with_drafts(max_drafts: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from executor_svc.cpu.kernels.amx import product
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.isa import ISA_NAMES, IsaName, level
-from executor_svc.cpu.kernels.matmul_tiles import has_tiles
+from executor_svc.cpu.kernels.matmul_tiles import Output, has_tiles
 
 _LABEL = re.compile(r'^"?([\w.$-]+)"?:')
 _JUMP = re.compile(r"^j\w+\s+(\.L\w+)$")
@@ -72,9 +72,9 @@ def products(name: IsaName, dtype: Dtype) -> list[Loop]:
     """Return the inner loops of a level's matrix products that multiply."""
     code = Code(level(name))
     if has_tiles(code.isa, dtype):
-        product.matmul(code, dtype, with_bias=False)
+        product.matmul(code, Output(dtype, dtype, with_bias=False))
     else:
-        matmul.matmul(code, dtype, dtype, with_bias=False)
+        matmul.matmul(code, Output(dtype, dtype, with_bias=False))
     return [loop for loop in inner_loops(code.assembly()) if loop.multiplies()]
 
 

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
-from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
+from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.matmul_tiles import Output, Shape, has_pairs, tile, tile_shapes
-from executor_svc.cpu.kernels.panel_layout import PANEL, coming_panel, inner_step, panel_item
+from executor_svc.cpu.kernels.panel_layout import PANEL, inner_step, panel_item
 
 
-def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
-    """Add the kernel y = x @ weight.T (+ bias), rounded to dtype and written as `out`; returns its name.
+def matmul(code: Code, output: Output) -> str:
+    """Add the kernel y = x @ weight.T (+ bias), rounded and written as `output` says; returns its name.
 
     Items: as `panel_item` has them. Arguments: rows; x [rows, K], as `widen_rows` writes it where the level has no dot
-    product of pairs; the weight's panels (`panels`); y [rows, N]; K; N; bias [N] or 0; `ahead` and `following` of
-    `coming_panel`. Weight and bias are of dtype.
+    product of pairs; the weight's panels (`panels`); y [rows, N]; K; N; bias [N] or 0; `streams` of `panel_item`,
+    `following` and `stride` of `PanelItem.coming`. Weight and bias are of dtype.
     """
-    output, step = Output(dtype, out, with_bias), inner_step(dtype)
-    size, out_size = ITEM_BYTES[dtype], ITEM_BYTES[out]
+    dtype, step = output.factors, inner_step(output.factors)
+    size, out_size = ITEM_BYTES[dtype], ITEM_BYTES[output.out]
 
     def body(
         emit: Emitter,
@@ -36,20 +36,21 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         inner: Int,
         columns: Int,
         bias: Int,
-        ahead: Int,
+        streams: Int,
         following: Int,
+        stride: Int,
     ) -> None:
         shapes = tile_shapes(code.isa)
         tiles = {shape.rows: tile(code, output, shape) for shape in shapes}
         edge = {1: tile(code, output, Shape(1, shapes[-1].vectors), whole=False)}
-        work, even = panel_item(item, rows, columns), (inner + (step - 1)) // step * step
+        work, even = panel_item(item, rows, columns, streams), (inner + (step - 1)) // step * step
         x_stride = inner * size if has_pairs(code.isa, dtype) else even * ITEM_BYTES["float32"]
         y_stride = columns * out_size
         start = x + work.first * x_stride
         weights = weight + work.panel * even * (PANEL * size)
-        coming = coming_panel(item, ahead, work.panels, rows, weight, following, even * (PANEL * size))
+        coming = work.coming(weights, even * (PANEL * size), following, stride)
         into = y + work.first * y_stride + work.panel * (PANEL * out_size)
-        biases = bias + work.panel * (PANEL * size)
+        biases = bias + work.panel * (PANEL * ITEM_BYTES[output.dtype])
 
         def run(tiles: Mapping[int, Callable[..., None]]) -> None:
             for at, count, height in split_rows(work.here, tuple(tiles)):
@@ -64,7 +65,7 @@ def matmul(code: Code, dtype: Dtype, out: Dtype, with_bias: bool) -> str:
         emit.when(work.left.equals(PANEL), lambda: run(tiles))
         emit.when(work.left.less(PANEL), lambda: run(edge))
 
-    return code.kernel(f"matmul_{output}", 9, body)
+    return code.kernel(f"matmul_{output}", 10, body)
 
 
 def split_rows(rows: Int, sizes: Sequence[int]) -> Iterator[tuple[Int, Int, int]]:

@@ -11,7 +11,7 @@ from llvmlite import ir
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, BfloatType, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa
-from executor_svc.cpu.kernels.panel_layout import PANEL, inner_step, load_weights, widened_weights
+from executor_svc.cpu.kernels.panel_layout import PANEL, inner_step, load_weights, prefetched, widened_weights
 
 CHAINS = 1
 """Partial sums of each element. Exactness only needs the same number for all numbers of rows; one is as fast as two
@@ -32,9 +32,16 @@ class Output:
     out: Dtype
     """What they are written as."""
     with_bias: bool
+    factor_dtype: Dtype | None = None
+    """Of the weight, and of rows of x; None: `dtype`."""
 
     def __str__(self) -> str:
-        return f"{self.dtype}_{self.out}{'_bias' if self.with_bias else ''}"
+        factors = "" if self.factor_dtype is None else f"{self.factor_dtype}_"
+        return f"{factors}{self.dtype}_{self.out}{'_bias' if self.with_bias else ''}"
+
+    @property
+    def factors(self) -> Dtype:
+        return self.factor_dtype or self.dtype
 
     def write(self, emit: Emitter, total: Vec, y: Int, bias: Int, half: int, left: Int | None) -> None:
         """Write 16 sums of a row, the first or second half of a panel; left: columns of a panel that is not whole."""
@@ -88,7 +95,7 @@ def tile(code: Code, output: Output, shape: Shape, whole: bool = True) -> Callab
     this thread will probably need next; the inner dimension; y, and the distance of its rows; the bias; the
     columns that a panel which is not whole writes.
     """
-    dtype, pairs = output.dtype, has_pairs(code.isa, output.dtype)
+    dtype, pairs = output.factors, has_pairs(code.isa, output.factors)
     step = inner_step(dtype)
     step_bytes = PANEL * step * ITEM_BYTES[dtype]
     factor_bytes = step * ITEM_BYTES[dtype if pairs else "float32"]
@@ -109,7 +116,7 @@ def tile(code: Code, output: Output, shape: Shape, whole: bool = True) -> Callab
 
         def advance(index: Int, sums: list[Vec], halves: range, last: bool = False) -> list[Vec]:
             offset = index * step_bytes
-            emit.prefetch(coming + offset, step_bytes, level=2)
+            emit.prefetch(coming + offset, prefetched(shape.rows, step_bytes), level=2)
             places = [weight + offset + step_bytes // 2 * half for half in halves]
             weights = [load_weights(emit, place, dtype) for place in places]
             return _add_step(

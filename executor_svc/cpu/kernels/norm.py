@@ -193,16 +193,17 @@ def normalize(
     eps: float,
     count: int | None = None,
     mean: Vec | None = None,
+    out: Dtype | None = None,
 ) -> None:
     """Write x [hidden] / its root mean square * weight to y, which may be x; squares are summed in fp32.
 
     count: of the numbers that the mean is of, where others are zeros; None: of all. mean: of the squares, where it is
-    of more numbers than these.
+    of more numbers than these. out: what y is of, where it is of another dtype than x.
 
     A weight of dtype multiplies after the rounding (Llama); a weight in fp32, with a narrower dtype, multiplies before
     the rounding (Gemma).
     """
-    size = ITEM_BYTES[dtype]
+    size, out = ITEM_BYTES[dtype], out or dtype
     if mean is None:
         mean = sum_of_squares(emit, x, dtype, hidden) / float(count or hidden)
     inverse = emit.vec(1.0) / (mean + eps).sqrt()
@@ -212,7 +213,7 @@ def normalize(
         if weight_dtype == dtype:
             normed = normed.rounded(dtype)
         factor = emit.load(weight + offset * ITEM_BYTES[weight_dtype], weight_dtype, count)
-        emit.store(normed * factor, y + offset * size, dtype, count)
+        emit.store(normed * factor, y + offset * ITEM_BYTES[out], out, count)
 
     each_piece(emit, hidden, scale)
 

@@ -115,12 +115,13 @@ def _transpose(emit: Emitter, source: Int, row_bytes: Int, target: Int) -> None:
         builder.store(column, emit.pointer(target + unit * _PANEL_UNIT_BYTES, _VI32)).align = UNIT_BYTES
 
 
-def take_panel_rows(code: Code, dtype: Dtype, width: int, scale: float) -> str:
+def take_panel_rows(code: Code, dtypes: tuple[Dtype, Dtype], width: int, scale: float) -> str:
     """Add the kernel y[i] = weight[ids[i]] * scale, with the bits of `rows.take_rows`; returns its name.
 
     Items: one for each row of y. Arguments: rows, panels of a weight [any, width], ids [rows] int64, y [rows, width].
     """
-    step, size = inner_step(dtype), ITEM_BYTES[dtype]
+    dtype, out = dtypes
+    step, size = inner_step(dtype), ITEM_BYTES[out]
     units = -(-width // step)
 
     def body(emit: Emitter, item: Int, _: Int, rows: Int, panels: Int, ids: Int, y: Int) -> None:
@@ -130,11 +131,11 @@ def take_panel_rows(code: Code, dtype: Dtype, width: int, scale: float) -> str:
 
         def piece(offset: Int, count: int) -> None:
             value = _load_units(emit, source + offset // step * (PANEL * UNIT_BYTES), dtype, -(-count // step))
-            emit.store(value if scale == 1.0 else value * scale, into + offset * size, dtype, count)
+            emit.store(value if scale == 1.0 else value * scale, into + offset * size, out, count)
 
         each_piece(emit, width, piece)
 
-    return code.kernel(f"take_panel_rows_{dtype}_{width}_{scale}", 4, body)
+    return code.kernel(f"take_panel_rows_{dtype}_{out}_{width}_{scale}", 4, body)
 
 
 def _load_units(emit: Emitter, source: Int, dtype: Dtype, count: int) -> Vec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
+from executor_svc.cpu.kernels.panel_layout import Coming
 
 
 class CpuRecording:
@@ -16,17 +17,17 @@ class CpuRecording:
         self._team = team
         self._product: int | None = None
 
-    def announce(self, weight: int | None) -> None:
-        """The next launch is a product with the weight at this address: the product before it prefetches it.
+    def announce(self, coming: Coming | None) -> None:
+        """The next launch is a product with this weight: the product before it prefetches it.
 
         None: the choice of experts decides which weight it is, so nothing is prefetched for it.
         """
-        if weight is None:
+        if coming is None:
             self._product = None
             return
         if self._product is not None:
             last = self.launches[self._product]
-            self.launches[self._product] = replace(last, arguments=(*last.arguments[:-1], weight))
+            self.launches[self._product] = replace(last, arguments=(*last.arguments[: -len(coming)], *coming))
         self._product = len(self.launches)
 
     def program(self) -> LaunchProgram:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec, pieces
 from executor_svc.cpu.kernels.norm import each_piece, normalize
-from executor_svc.device.kernels import AttentionShape
+from executor_svc.device.kernels import AttentionShape, HeadNorms
 
 ROWS_AT_ONCE = 8
 """Rows of an item. Consecutive tokens have keys in the same cache lines; two threads would contend for them."""
@@ -35,6 +35,8 @@ class Rotation:
     values_normed: bool = False
     kv_parts: int = 2
     """What rows hold beside queries: keys and values; 1: keys, which are the values too; 0: nothing."""
+    kv_dtype: Dtype | None = None
+    """Of the cache; None: that of heads."""
     heads_between: int = 0
     """Heads between the end of a row and the next row's beginning, which are not touched."""
 
@@ -46,6 +48,7 @@ class Rotation:
             "after": self.norms_after,
             "values": self.values_normed,
             f"between_{self.heads_between}": self.heads_between > 0,
+            f"kv_{self.kv_dtype}": self.kv_dtype is not None,
         }
         named = "".join(f"_{mark}" for mark, there in marks.items() if there)
         return f"{self.size}_{self.angle_dtype}{named}{norms}_{self.kv_parts}"
@@ -62,25 +65,14 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
     size, width = ITEM_BYTES[dtype], shape.padded_head_size
     num_q, num_kv = shape.num_heads, shape.num_kv_heads if rotation.kv_parts else 0
     head_bytes = width * size
+    kept = rotation.kv_dtype or dtype
+    kept_size = ITEM_BYTES[kept]
+    kept_bytes = width * kept_size
 
     def body(
-        emit: Emitter,
-        item: Int,
-        _: Int,
-        rows: Int,
-        qkv: Int,
-        cos: Int,
-        sin: Int,
-        angle_rows: Int,
-        slots: Int,
-        kv_layer: Int,
-        stride: Int,
-        to_values: Int,
-        query_scales: Int,
-        q_weight: Int,
-        k_weight: Int,
-        v_weight: Int,
-    ) -> None:
+        emit: Emitter, item: Int, _: Int, rows: Int, qkv: Int, cos: Int, sin: Int, angle_rows: Int, slots: Int,
+        kv_layer: Int, stride: Int, to_values: Int, query_scales: Int, q_weight: Int, k_weight: Int, v_weight: Int,
+    ) -> None:  # fmt: skip
         def norms(start: Int) -> None:
             for first, count, weight in ((0, num_q, q_weight), (num_q, num_kv, k_weight)):
                 _normalize(emit, start + first * head_bytes, count, weight, shape, rotation, dtype)
@@ -91,33 +83,16 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
             angles = angle_row * (rotation.size * ITEM_BYTES[rotation.angle_dtype])
             slot = emit.load_int(slots + index * 8)
             block, offset = slot // block_size, slot % block_size
-            keys = kv_layer + block * stride + offset * size
-            values = kv_layer + block * stride + to_values + offset * head_bytes
+            keys = kv_layer + block * stride + offset * kept_size
+            values = kv_layer + block * stride + to_values + offset * kept_bytes
             key_start = start + num_q * head_bytes
 
             def rotate(head: Int, _: list[Vec]) -> None:
                 rotate_columns(emit, start + head * head_bytes, cos + angles, sin + angles, rotation, dtype)
 
-            def write_value(head: Int, _: list[Vec]) -> None:
-                value = key_start + (head + (rotation.kv_parts - 1) * num_kv) * head_bytes
-                into = values + head * (block_size * head_bytes)
-                if rotation.values_normed:
-                    assert rotation.norm_dtype is not None
-                    normalize(
-                        emit, value, into, v_weight, dtype, rotation.norm_dtype, width, rotation.norm_eps,
-                        shape.head_size,
-                    )  # fmt: skip
-                    return
-                for place in range(0, width, LANES):
-                    emit.store(emit.load(value + place * size, dtype), into + place * size, dtype)
-
-            def write_key(head: Int, _: list[Vec]) -> None:
-                key, into = key_start + head * head_bytes, keys + head * (block_size * head_bytes)
-                for place in range(0, width, LANES):
-                    at = into + place * block_size * size
-                    emit.scatter(emit.load(key + place * size, dtype), at, block_size * size, dtype)
-
-            emit.loop(0, num_kv, 1, write_value)  # first: they may be what keys are made of
+            # First: they may be what keys are made of.
+            value_start = key_start + (rotation.kv_parts - 1) * num_kv * head_bytes
+            _write_values(emit, value_start, values, num_kv, v_weight, shape, rotation, dtype, block_size)
             if rotation.norm_dtype is not None and not rotation.norms_after:
                 norms(start)
             if rotation.size:
@@ -127,12 +102,58 @@ def rope_write_kv(code: Code, dtype: Dtype, shape: AttentionShape, rotation: Rot
             if rotation.scale_dtype is not None:
                 at = query_scales + angle_row * ITEM_BYTES[rotation.scale_dtype]
                 multiply(emit, start, num_q * width, emit.load_all(at, rotation.scale_dtype), dtype)
-            emit.loop(0, num_kv, 1, write_key)
+            _write_keys(emit, key_start, keys, num_kv, shape, (dtype, kept), block_size)
 
         first = item * ROWS_AT_ONCE
         emit.loop(first, rows.least(first + ROWS_AT_ONCE), 1, row)
 
     return code.kernel(f"rope_write_kv_{dtype}_{num_q}_{num_kv}_{width}_{rotation.name(shape)}_{block_size}", 13, body)
+
+
+def _write_values(
+    emit: Emitter, first: Int, into: Int, count: int, weight: Int, shape: AttentionShape, rotation: Rotation,
+    dtype: Dtype, block_size: int,
+) -> None:  # fmt: skip
+    """Emit the write of `count` heads of values, from the one at `first` on, to a block of the cache."""
+    width, size, kept = shape.padded_head_size, ITEM_BYTES[dtype], rotation.kv_dtype or dtype
+    kept_size = ITEM_BYTES[kept]
+
+    def head(index: Int, _: list[Vec]) -> None:
+        value, to = first + index * (width * size), into + index * (block_size * width * kept_size)
+        if rotation.values_normed:
+            assert rotation.norm_dtype is not None
+            kinds = dtype, rotation.norm_dtype
+            normalize(emit, value, to, weight, *kinds, width, rotation.norm_eps, shape.head_size, out=kept)
+            return
+        for place in range(0, width, LANES):
+            emit.store(emit.load(value + place * size, dtype), to + place * kept_size, kept)
+
+    emit.loop(0, count, 1, head)
+
+
+def _write_keys(
+    emit: Emitter,
+    first: Int,
+    into: Int,
+    count: int,
+    shape: AttentionShape,
+    dtypes: tuple[Dtype, Dtype],
+    block_size: int,
+) -> None:
+    """Emit the write of `count` heads of keys, from the one at `first` on, each as a column of a block of the cache.
+
+    dtypes: of heads, and of the cache.
+    """
+    (dtype, kept), width = dtypes, shape.padded_head_size
+    size, kept_size = ITEM_BYTES[dtype], ITEM_BYTES[kept]
+
+    def head(index: Int, _: list[Vec]) -> None:
+        key, to = first + index * (width * size), into + index * (block_size * width * kept_size)
+        for place in range(0, width, LANES):
+            at = to + place * block_size * kept_size
+            emit.scatter(emit.load(key + place * size, dtype), at, block_size * kept_size, kept)
+
+    emit.loop(0, count, 1, head)
 
 
 def multiply(emit: Emitter, x: Int, length: int, number: Vec, dtype: Dtype) -> None:
@@ -172,3 +193,8 @@ def rotate_columns(emit: Emitter, head: Int, cos: Int, sin: Int, rotation: Rotat
             if angle_dtype == dtype:
                 straight, crossed = straight.rounded(dtype), crossed.rounded(dtype)
             emit.store(straight + crossed, head + at, dtype, count)
+
+
+def in_one_pass(norms: HeadNorms, kv_parts: int) -> bool:
+    """Return whether norms of heads are computed with the rotation: after it, of values, or where keys alone are."""
+    return norms.kind == "heads after rope" or norms.v is not None or kv_parts < 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.emit import Dtype
-from executor_svc.cpu.kernels.quantized.launches import DTYPES
+from executor_svc.cpu.kernels.dense_launches import DTYPES
 
 
 def dtype_of(x: Tensor) -> Dtype:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from executor_svc.device.kernels import Rope
 from executor_svc.device.latent import latent_columns, padded_latent
-from executor_svc.gpu.kernels.rope import BLOCK_SIZES, FP8, load_heads, normalized_values, rotate_heads, store_heads
+from executor_svc.gpu.kernels.heads import load_heads, normalized_values, rotate_heads, store_heads
+from executor_svc.gpu.kernels.rope import BLOCK_SIZES, FP8
 from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows, options, variant
 from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
 

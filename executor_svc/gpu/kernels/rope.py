@@ -1,7 +1,4 @@
-"""Norms of query and key heads, rotary position embedding, and the write of keys and values to the cache, in one pass.
-
-Rounded where transformers rounds: after the norm, after each product of the rotation, after its sum.
-"""
+"""Norms of query and key heads, rotary position embedding, and keys and values written to the cache, in one pass."""
 
 from __future__ import annotations
 
@@ -14,171 +11,26 @@ import triton.language as tl
 from torch import Tensor
 
 from executor_svc.device.kernels import HeadNorms, KVScales
-from executor_svc.gpu.kernels.norm import weighted
+from executor_svc.gpu.kernels.heads import load_heads, normalized_values, rotate_heads, store_heads
 from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows, options
 
 BLOCK_SIZES = range(8, 65)
 """Tokens in a block of the cache."""
 FP8 = torch.float8_e4m3fn
-FP8_LARGEST = tl.constexpr(448.0)
 
 _HEAD_MULTIPLE = 8
 _MAX_ELEMENTS, _MAX_WARPS = 2048, 4
 
 
-@triton.jit
-def load_heads(source, heads, rows, columns, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Load columns [columns] of heads [rows], SIZE apart; masked ones are zeros."""
-    mask = (rows < heads)[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(source + rows[:, None] * SIZE + columns[None, :], mask, other=0.0)
-
-
-@triton.jit
-def store_heads(
-    value, scale, heads, rows, columns, into, STRIDE: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr
-):
-    """Write value [rows, columns] to heads STRIDE apart, divided by each head's scale if they are fp8."""
-    mask = (rows < heads)[:, None] & (columns < WIDTH)[None, :]
-    if SCALED:
-        inverse = tl.div_rn(1.0, tl.load(scale + rows, rows < heads, other=1.0))[:, None]
-        value = tl.clamp(value.to(tl.float32) * inverse, -FP8_LARGEST, FP8_LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(into + rows[:, None] * STRIDE + columns[None, :], value.to(into.dtype.element_ty), mask)
-
-
-@triton.jit
-def _normalized(
-    low, high, rest, weight, eps, R: tl.constexpr, NORMED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
-):
-    """Return the norms of heads: of both halves of R / 2 columns each, and of the rest, if REST is not 0."""
-    half = tl.arange(0, HALF)
-    width: tl.constexpr = R // 2
-    dtype: tl.constexpr = low.dtype
-    low_weight = tl.load(weight + half, half < width, other=0.0)
-    high_weight = tl.load(weight + width + half, half < width, other=0.0)
-    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-    squares = tl.sum(wide_low * wide_low + wide_high * wide_high, 1)
-    if REST > 0:
-        last = tl.arange(0, REST)
-        rest_weight = tl.load(weight + R + last, last < NORMED - R, other=0.0)
-        wide_rest = rest.to(tl.float32)
-        squares += tl.sum(wide_rest * wide_rest, 1)
-    root = tl.sqrt_rn(tl.div_rn(squares, NORMED * 1.0) + eps)
-    if REST > 0:
-        rest = weighted(wide_rest, root, rest_weight, dtype)
-    return weighted(wide_low, root, low_weight, dtype), weighted(wide_high, root, high_weight, dtype), rest
-
-
-@triton.jit
-def rotate_heads(
-    source,
-    into,
-    heads,
-    written,
-    rows,
-    cos,
-    sin,
-    weight,
-    eps,
-    scale,
-    factor,
-    STRIDE: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    NORMED: tl.constexpr,
-    AFTER: tl.constexpr,
-    COPIED: tl.constexpr,
-    SCALED: tl.constexpr,
-    MULTIPLIED: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
-    """Normalize and rotate heads [rows] of source, and write the heads below `written` to `into`, STRIDE apart.
-
-    A head's columns are two halves of R / 2 columns, which are rotated against each other, and an unrotated rest, which
-    is written only if it is COPIED or changes. NORMED: number of normalized columns; the others are then zeros. AFTER:
-    they are normalized after the rotation. MULTIPLIED: with the number at `factor`, in the end. Data that depends on
-    the token's position is loaded last, as its address is known last.
-    """
-    half = tl.arange(0, HALF)
-    width: tl.constexpr = R // 2
-    has_rest: tl.constexpr = REST > 0 and (NORMED > 0 or COPIED or MULTIPLIED)
-    low = load_heads(source, heads, rows, half, D, width)
-    high = load_heads(source + width, heads, rows, half, D, width)
-    dtype: tl.constexpr = low.dtype
-    rest = low
-    if has_rest:
-        last = tl.arange(0, REST)
-        rest = load_heads(source + R, heads, rows, last, D, D - R)
-    if NORMED > 0 and not AFTER:
-        low, high, rest = _normalized(low, high, rest, weight, eps, R, NORMED, HALF, REST)
-    cosine = tl.load(cos + half, half < width, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(sin + width + half, half < width, other=0.0).to(tl.float32)[None, :]
-    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-    if cos.dtype.element_ty == dtype:
-        low = ((wide_low * cosine).to(dtype).to(tl.float32) - (wide_high * sine).to(dtype).to(tl.float32)).to(dtype)
-        high = ((wide_high * cosine).to(dtype).to(tl.float32) + (wide_low * sine).to(dtype).to(tl.float32)).to(dtype)
-    else:
-        low = (wide_low * cosine - wide_high * sine).to(dtype)
-        high = (wide_high * cosine + wide_low * sine).to(dtype)
-    if NORMED > 0 and AFTER:
-        low, high, rest = _normalized(low, high, rest, weight, eps, R, NORMED, HALF, REST)
-    if MULTIPLIED:
-        number = tl.load(factor).to(tl.float32)
-        low, high = (low.to(tl.float32) * number).to(dtype), (high.to(tl.float32) * number).to(dtype)
-        if has_rest:
-            rest = (rest.to(tl.float32) * number).to(dtype)
-    store_heads(low, scale, written, rows, half, into, STRIDE, width, SCALED)
-    store_heads(high, scale, written, rows, half, into + width, STRIDE, width, SCALED)
-    if has_rest:
-        store_heads(rest, scale, written, rows, last, into + R, STRIDE, D - R, SCALED)
-
-
-@triton.jit
-def normalized_values(value, weight, eps, columns, NORMED: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the norms of values [rows, columns], of which NORMED columns are not padding."""
-    wide = value.to(tl.float32)
-    root = tl.sqrt_rn(tl.div_rn(tl.sum(wide * wide, 1), NORMED * 1.0) + eps)
-    return weighted(wide, root, tl.load(weight + columns, columns < WIDTH, other=0.0), value.dtype)
-
-
 @triton.jit(do_not_specialize=["block_rows", "value_rows"])
 def rope_write_kv_kernel(
-    qkv,
-    q_out,
-    cos,
-    sin,
-    positions,
-    slots,
-    kv_layer,
-    q_weight,
-    k_weight,
-    v_weight,
-    eps,
-    k_scale,
-    v_scale,
-    query_scales,
-    block_rows,
-    value_rows,
-    H: tl.constexpr,
-    KVH: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    BY_POSITION: tl.constexpr,
-    NORMED: tl.constexpr,
-    AFTER: tl.constexpr,
-    SCALED: tl.constexpr,
-    MULTIPLIED: tl.constexpr,
-    KV_PARTS: tl.constexpr,
-    VALUES_NORMED: tl.constexpr,
-    BETWEEN: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
+    qkv, q_out, cos, sin, positions, slots, kv_layer, q_weight, k_weight, v_weight, eps, k_scale, v_scale,
+    query_scales, block_rows, value_rows, H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    B: tl.constexpr, IN_PLACE: tl.constexpr, BY_POSITION: tl.constexpr, NORMED: tl.constexpr, AFTER: tl.constexpr,
+    SCALED: tl.constexpr, MULTIPLIED: tl.constexpr, KV_PARTS: tl.constexpr, VALUES_NORMED: tl.constexpr,
+    BETWEEN: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     WHOLE: tl.constexpr,
-):
+):  # fmt: skip
     heads: tl.constexpr = H + KV_PARTS * KVH + BETWEEN
     q_parts: tl.constexpr = (H + Q_HEADS - 1) // Q_HEADS
     parts: tl.constexpr = q_parts + (0 if KV_PARTS == 0 else (KVH + KV_HEADS - 1) // KV_HEADS)
@@ -243,25 +95,11 @@ def rope_write_kv(
         query_scales: [positions] in the dtype of qkv or in fp32: queries are multiplied with them in the end.
     """
     tokens = _check_shapes(qkv, cos, sin, positions, kv_layer, slot_mapping, num_heads, q_out)
-    kv_heads, head_size = kv_layer.shape[2], kv_layer.shape[4]
+    head_size = kv_layer.shape[4]
     _check_options(qkv, cos.shape[1], kv_layer, norms, scales)
     if not tokens:
         return
-    constants = rope_constants(
-        heads=(num_heads, kv_heads),
-        head_size=head_size,
-        rotated=cos.shape[1],
-        block_size=kv_layer.shape[3],
-        in_place=q_out is None,
-        by_position=positions is not None,
-        normed=0 if norms is None else norms.q.shape[0],
-        scaled=scales is not None,
-        norms_after=norms is not None and norms.kind == "heads after rope",
-        multiplied=query_scales is not None,
-        kv_parts=(qkv.shape[1] // head_size - num_heads) // kv_heads,
-        values_normed=norms is not None and norms.v is not None,
-        heads_between=(qkv.stride(0) - qkv.shape[1]) // head_size,
-    )
+    constants = _constants_of(qkv, cos, positions, kv_layer, num_heads, norms, scales, q_out, query_scales)
     if query_scales is not None:
         check("query_scales", query_scales, (cos.shape[0],), qkv.dtype, torch.float32)
     rope_write_kv_kernel[tokens * programs_per_token(constants),](
@@ -283,6 +121,36 @@ def rope_write_kv(
         kv_layer.stride(1) // head_size,
         **constants,
         **launch_options(constants),
+    )
+
+
+def _constants_of(
+    qkv: Tensor,
+    cos: Tensor,
+    positions: Tensor | None,
+    kv_layer: Tensor,
+    num_heads: int,
+    norms: HeadNorms | None,
+    scales: KVScales | None,
+    q_out: Tensor | None,
+    query_scales: Tensor | None,
+) -> dict[str, Any]:
+    """Return the constants of the kernel for arguments of `rope_write_kv`."""
+    kv_heads, head_size = kv_layer.shape[2], kv_layer.shape[4]
+    return rope_constants(
+        heads=(num_heads, kv_heads),
+        head_size=head_size,
+        rotated=cos.shape[1],
+        block_size=kv_layer.shape[3],
+        in_place=q_out is None,
+        by_position=positions is not None,
+        normed=0 if norms is None else norms.q.shape[0],
+        scaled=scales is not None,
+        norms_after=norms is not None and norms.kind == "heads after rope",
+        multiplied=query_scales is not None,
+        kv_parts=(qkv.shape[1] // head_size - num_heads) // kv_heads,
+        values_normed=norms is not None and norms.v is not None,
+        heads_between=(qkv.stride(0) - qkv.shape[1]) // head_size,
     )
 
 

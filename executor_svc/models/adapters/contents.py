@@ -15,6 +15,8 @@ from executor_svc.models.folder import LoaderError
 from executor_svc.models.safetensors_file import StoredTensor
 from executor_svc.models.spec import HEAD
 
+_IN_CODE = {".forget_gate.": ".", ".mlp.shared_experts.": ".block_sparse_moe.shared_experts."}
+"""What transformers' code calls otherwise than files of the model (Kimi Linear)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Named = Mapping[tuple[str, Kind], StoredTensor]
@@ -99,10 +101,18 @@ def _by_module(
         if len(adapters) > 1:
             first, second = adapters.values()
             raise LoaderError(f"tensors {first} and {second} are of two adapters")
-        other = found.setdefault((own.get(parts.module, parts.module), parts.kind), tensor)
+        other = found.setdefault((_own_name(parts.module, own), parts.kind), tensor)
         if other is not tensor:
             raise LoaderError(f"tensors {other.name} and {name} are of one module: one of them must go")
     return found
+
+
+def _own_name(name: str, own: Mapping[str, str]) -> str:
+    """Return a module's name in Cadenza; own: these by names in files. Unknown ones stay as they are."""
+    for in_code, in_files in _IN_CODE.items():
+        if name not in own and (renamed := name.replace(in_code, in_files)) in own:
+            return own[renamed]
+    return own.get(name, name)
 
 
 def _lacking(name: str, modules: Mapping[str, Module]) -> str:
@@ -114,10 +124,7 @@ def _lacking(name: str, modules: Mapping[str, Module]) -> str:
     layer = name.removeprefix(before).partition(".")[0]
     if name.startswith(before) and layer.isdecimal() and int(layer) >= num_layers:
         return f"the model has {num_layers} layers"
-    return (
-        f"the model has no linear or table {name} that adapters may change (those are named as in {first}; linears of "
-        "recurrences are none)"
-    )
+    return f"the model has no linear or table {name} that adapters may change (those are named as in {first})"
 
 
 def _pair(target: LoraTarget, left: dict[tuple[str, Kind], StoredTensor], limits: AdapterLimits) -> FilePair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from executor_svc.models.recurrent_spec import GatedDeltaSpec, Ranges, RecurrentSpec
 from executor_svc.models.spec import HEAD, DecoderSpec, linear_shapes
 from executor_svc.models.stored_order import rows_by_head
 
@@ -19,9 +20,14 @@ LinearName = Literal[
     "mlp.down",
     "shared.gate_up",
     "shared.down",
+    "recurrent.in",
+    "recurrent.decay",
+    "recurrent.gate",
+    "recurrent.output",
     "lm_head",
 ]
-"""As the argument of `models.base.Builder.prepare_linear`; shared: of the expert that all rows share."""
+"""As the argument of `models.base.Builder.prepare_linear`; shared: of the expert that all rows share; decay and gate:
+of `DeltaNames.low_rank`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +53,44 @@ class Module:
 def decoder_modules(spec: DecoderSpec) -> dict[str, Module]:
     """Return the modules by name, in the order of the linears' rows; a tied head is one of them.
 
-    Experts that rows choose are none of them; nor are linears of recurrences, and of latent attention what makes keys
-    and values of latents, which is split by head.
+    Experts that rows choose are none of them; nor is what makes keys and values of latents, which is split by head; nor
+    are linears of recurrences whose rows are not those of transformers, as in Qwen's GGUF files.
     """
     shapes = {name.removesuffix(".weight"): shape for name, shape in linear_shapes(spec)}
     shapes.setdefault(HEAD, shapes[EMBEDDING])
     modules: dict[str, Module] = {}
     linears = _linears(spec)
-    recurrent = [each.recurrent.shapes(spec.hidden_size) if each.recurrent else {} for each in spec.layers]
+    recurrent = [_of_recurrence(each.recurrent) for each in spec.layers]
     rows_before: dict[tuple[int | None, LinearName | None], int] = {}
     for name, shape in shapes.items():
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
         own = name if layer is None else name.split(".", 3)[3]
-        linear = None if layer is not None and own in recurrent[layer] else linears.get(own)
+        found = None if layer is None else recurrent[layer].get(own)
+        linear, rows = (linears.get(own), ()) if found is None else found
         if linear is None and name != EMBEDDING:
-            continue  # of experts, recurrences, or what makes the inputs of layers: no adapter may change them
+            continue  # of experts, or what makes the inputs of layers: no adapter may change them
         first_row = rows_before.get((layer, linear), 0)
         rows_before[layer, linear] = first_row + shape[0]
-        rows = rows_by_head(spec) if spec.files.qkv_by_head and linear == "attention.qkv" else ()
+        if spec.files.qkv_by_head and linear == "attention.qkv":
+            rows = rows_by_head(spec)
         modules[name] = Module(name, spec.files.stored_name(name), shape, layer, linear, first_row, rows)
     return modules
+
+
+def _of_recurrence(recurrent: RecurrentSpec | None) -> dict[str, tuple[LinearName | None, Ranges]]:
+    """Return the linear of each module of a recurrence, None if it may not change; and `Module.stored_rows`."""
+    if recurrent is None:
+        return {}
+    if not isinstance(recurrent, GatedDeltaSpec):
+        return {recurrent.into: ("recurrent.in", ()), recurrent.output: ("recurrent.output", ())}
+    names, into = recurrent.names, recurrent.into_order()
+    if recurrent.shape.tiled or recurrent.has_split_rows:  # of GGUF files
+        return dict.fromkeys((*names.into, names.output), (None, ()))
+    found: dict[str, tuple[LinearName | None, Ranges]] = {}
+    found |= {name: ("recurrent.in", rows) for name, rows in zip(names.into, into, strict=True)}
+    if names.low_rank is not None:
+        found |= {names.low_rank[0]: ("recurrent.decay", ()), names.low_rank[1]: ("recurrent.gate", ())}
+    return found | {names.output: ("recurrent.output", ())}
 
 
 def _linears(spec: DecoderSpec) -> dict[str, LinearName]:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -79,7 +78,7 @@ class ModelAdapters:
 
     def has(self, name: str) -> bool:
         """Return whether adapters may change the linears of this name."""
-        return name in get_args(LinearName)
+        return name in self._uses
 
     def adapt_linear(self, name: str, base: Linear) -> Linear:
         """Return a linear with places; those of one name come in the order of the layers."""
@@ -204,7 +203,8 @@ class AdaptingBuilder:
         self, name: str, weight: Tensor | WeightRows | StoredLinear, bias: Tensor | None = None
     ) -> Linear:
         linear = self._device.prepare_linear(name, weight, bias)
-        return self._adapters.adapt_linear(name, linear) if self._adapters.has(name) else linear
+        use = name.removesuffix(" in parts")  # of a rank that has some columns of a recurrence's output
+        return self._adapters.adapt_linear(use, linear) if self._adapters.has(use) else linear
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
         embedding = self._device.prepare_embedding(name, weight)

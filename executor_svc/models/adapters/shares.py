@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from executor_svc.device.ranks import Share
 from executor_svc.models.adapters.adapter import Adapter, EmbeddingPart, LoraPart, TokenRows
 from executor_svc.models.adapters.modules import Module, decoder_modules
 from executor_svc.models.parallel.split import part_of, spec_of
 from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.stored_order import row_order
+
+_RECURRENT = "recurrent.in"
 
 
 def own_adapter(adapter: Adapter, spec: DecoderSpec, share: Share) -> Adapter:
@@ -37,7 +43,8 @@ def own_columns(module: Module, spec: DecoderSpec, share: Share) -> list[int]:
     part = part_of(module.name, spec, share)
     if share.size == 1 or part is None or part.of_columns:
         return [module.shape[0]]
-    return [len(rows) for rows in part.ranges]
+    sizes = [len(rows) for rows in part.ranges]
+    return [sum(sizes)] if module.stored_rows and module.linear == _RECURRENT else sizes
 
 
 def _own_parts(part: LoraPart, spec: DecoderSpec, share: Share, modules: Mapping[str, Module]) -> Iterator[LoraPart]:
@@ -48,11 +55,21 @@ def _own_parts(part: LoraPart, spec: DecoderSpec, share: Share, modules: Mapping
     elif own.of_columns:
         (columns,) = own.ranges
         yield replace(part, a=part.a[:, columns.start : columns.stop].contiguous())
+    elif modules[part.module].stored_rows and modules[part.module].linear == _RECURRENT:
+        yield replace(part, b=_own_by_head(part, own.ranges, spec, modules), first_row=modules[part.module].first_row)
     else:
         first = modules[part.module].first_row
         for rows in own.ranges:
             yield replace(part, b=part.b[rows.start : rows.stop].contiguous(), first_row=first)
             first += len(rows)
+
+
+def _own_by_head(part: LoraPart, ranges: Iterable[range], spec: DecoderSpec, modules: Mapping[str, Module]) -> Tensor:
+    """Return a rank's rows of b where files have rows by head; ranges: of the file's rows."""
+    stored = torch.empty_like(part.b)
+    stored[row_order(decoder_modules(spec)[part.module].stored_rows)] = part.b
+    cut = torch.cat([stored[rows.start : rows.stop] for rows in ranges])
+    return cut[row_order(modules[part.module].stored_rows)].contiguous()
 
 
 def _own_rows(rows: TokenRows | None, tokens: range) -> TokenRows | None:

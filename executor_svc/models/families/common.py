@@ -73,12 +73,16 @@ def read_common(
 
 
 def uniform_rope(
-    *, theta: float = DEFAULT_THETA, partial: float | None = None, rounding: Rounding = "products"
+    *,
+    theta: float = DEFAULT_THETA,
+    partial: float | None = None,
+    rounding: Rounding = "products",
+    may_be_odd: bool = False,
 ) -> RopeReader:
     """Return the reader of a rotary embedding that is the same in all layers.
 
     theta, partial: transformers' defaults of absent fields; partial None: whole heads, required. rounding: as of
-    `RopeConfig`.
+    `RopeConfig`; may_be_odd: as of `read_rope`.
     """
 
     def read(fields: Fields, head_size: int, max_positions: int) -> RopeConfig:
@@ -94,9 +98,15 @@ def uniform_rope(
             original=None if original is None else fields.integer("original_max_position_embeddings"),
             partial=None if partial is None else share,
             rounding=rounding,
+            may_be_odd=may_be_odd,
         )
 
     return read
+
+
+def whole_heads(fields: Fields) -> int:
+    """Return the head size of families whose heads may leave some of the hidden size over."""
+    return max(1, fields.integer("hidden_size") // fields.integer("num_attention_heads"))
 
 
 def _head_size(fields: Fields, hidden_size: int, num_heads: int, default: int | None) -> int:

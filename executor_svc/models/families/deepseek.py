@@ -93,7 +93,7 @@ def read_deepseek_v3(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     config = _with_defaults(config, _V3)
     fields = Fields(config)
-    spec = _with_heads_ignored(read_latents(config, 4096, uniform_rope()), fields)
+    spec = with_heads_ignored(read_latents(config, 4096, uniform_rope()), fields)
     _check_noaux(fields)
     return _sparse(spec, fields, sigmoid_experts(fields))
 
@@ -102,7 +102,7 @@ def read_glm4_moe_lite(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     config = _with_defaults(config, _GLM)
     fields = Fields(config)
-    spec = _with_heads_ignored(read_latents(config, 202_752, uniform_rope(), eps=1e-5), fields)
+    spec = with_heads_ignored(read_latents(config, 202_752, uniform_rope(), eps=1e-5), fields)
     _check_noaux(fields)
     types = fields.get("mlp_layer_types")
     if types is None:
@@ -211,7 +211,7 @@ def _check_noaux(fields: Fields) -> None:
         raise fields.error("topk_method", f"{brief(method)} is not supported; supported: noaux_tc")
 
 
-def _with_heads_ignored(spec: DecoderSpec, fields: Fields) -> DecoderSpec:
+def with_heads_ignored(spec: DecoderSpec, fields: Fields) -> DecoderSpec:
     """Return the spec without the layers that a head of multi-token prediction has behind the decoder's."""
     more = min(count_from_0(fields, "num_nextn_predict_layers", 1), MAX_LAYERS)
     return replace(spec, ignored=tuple(f"model.layers.{spec.num_layers + layer}." for layer in range(more)))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config_fields import Fields
+from executor_svc.models.families.common import whole_heads
 from executor_svc.models.families.llama import read_llama
 from executor_svc.models.families.recurrent import read_mamba
 from executor_svc.models.file_form import FileForm
@@ -19,13 +20,23 @@ _NAMES = LayerNames(
 )
 _FILES = FileForm(norm="final_layernorm")
 _INNER = 1024
+_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
+"""What transformers takes for fields that a config.json leaves out."""
 _MOST_EXPAND = 64
 
 
 def read_falcon_h1(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
-    spec = read_llama({"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5} | config)
+    spec = read_llama(
+        {
+            "head_dim": whole_heads(fields),
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+        }
+        | config
+    )
     into, mlp = fields.number("attention_in_multiplier", 1.0), _factors(fields, "mlp_multipliers", 2)
     if into != 1.0:
         fields.refuse("attention_bias", "biases are not supported beside an attention_in_multiplier")
@@ -39,6 +50,7 @@ def read_falcon_h1(config: dict[str, Any]) -> DecoderSpec:
         logits_divisor=1 / fields.number("lm_head_multiplier", 1.0),
         # That of queries and keys each, and that of keys.
         attention_scale=spec.attention_scale * into * into * fields.number("key_multiplier", 1.0),
+        adaptable=not fields.flag("has_folded_factors", False),  # in GGUF files
         factors=LinearFactors(into * fields.number("attention_out_multiplier", 1.0), *mlp),
     )
 

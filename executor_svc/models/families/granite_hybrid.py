@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config_fields import Fields
-from executor_svc.models.families.common import rotated_where
+from executor_svc.models.families.common import rotated_where, whole_heads
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
 from executor_svc.models.families.granite import multiplied
 from executor_svc.models.families.llama import read_llama
@@ -35,7 +35,7 @@ def read_granite_4(config: dict[str, Any]) -> DecoderSpec:
     fields = Fields(config)
     num_experts = fields.get("num_local_experts")
     shared, split = fields.integer("shared_intermediate_size", 1024), fields.flag("has_split_shared_mlp", False)
-    dense = {**without_experts(config), "mlp_bias": None}  # of no linear here
+    dense = {"head_dim": whole_heads(fields), **without_experts(config), "mlp_bias": None}  # of no linear here
     if num_experts in (None, 0):
         dense["intermediate_size"] = shared
     spec = read_llama(dense)

@@ -12,7 +12,7 @@ from typing import Any
 from cadenza_common.brief import brief
 from executor_svc.models.config_fields import Fields
 from executor_svc.models.families.common import uniform_rope
-from executor_svc.models.families.deepseek import read_latents
+from executor_svc.models.families.deepseek import read_latents, with_heads_ignored
 from executor_svc.models.families.experts import count_from_0, sigmoid_experts, with_experts
 from executor_svc.models.families.phi3 import W_NAMES
 from executor_svc.models.families.recurrent import (
@@ -26,7 +26,7 @@ from executor_svc.models.families.recurrent import (
     with_recurrence,
 )
 from executor_svc.models.recurrent_spec import DeltaNames, GatedDeltaSpec
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.spec import DecoderSpec, LayerNames
 from executor_svc.plan.state_sizes import DeltaState
 
 _FIELDS = {
@@ -48,6 +48,8 @@ _EXPERTS = replace(
     choice_bias="block_sparse_moe.gate.e_score_correction_bias",
     shared_into=("block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"),
     shared_down="block_sparse_moe.shared_experts.down_proj",
+)
+_NAMES = LayerNames(
     renamed=tuple(  # of layers without experts, as transformers writes them
         (f"block_sparse_moe.{name}_proj.weight", f"mlp.{name}_proj.weight") for name in ("gate", "up", "down")
     ),
@@ -68,15 +70,29 @@ def read_kimi_linear(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     config = _DEFAULTS | config
     fields = Fields(config, names=_FIELDS)
+    _refuse_others(fields)
     positions = fields.integer("max_position_embeddings", 1_048_576)
     latents = config | {"max_position_embeddings": positions, "rope_interleave": False}
     spec = read_latents(latents, positions, uniform_rope(), eps=1e-5)
-    spec = replace(spec, layers=tuple(replace(layer, rope=None) for layer in spec.layers))
+    spec = replace(spec, names=_NAMES, layers=tuple(replace(layer, rope=None) for layer in spec.layers))
+    spec = with_heads_ignored(spec, fields)
     dense = _dense_layers(fields, spec.num_layers)
     experts = replace(sigmoid_experts(fields), names=_EXPERTS)
     spec = with_experts(spec, experts, lambda layer: layer in dense)
     kinds = _kinds(fields, spec.num_layers)
     return with_recurrence(spec, kinds, _delta(fields, spec.norm_eps)) if RECURRENT in kinds else spec
+
+
+def _refuse_others(fields: Fields) -> None:
+    """Raise ModelConfigError for what other models of this kind have, such as Kimi K3."""
+    if not fields.flag("mla_use_nope", True):
+        raise fields.error("mla_use_nope", "is false: rotary embedding is not supported here")
+    if fields.text("moe_router_activation_func") not in (None, "sigmoid"):
+        raise fields.error("moe_router_activation_func", "other than sigmoid is not supported")
+    for name in ("mla_use_output_gate", "routed_expert_hidden_size", "attn_res_block_size"):
+        fields.refuse(name, "Kimi K3 is not supported")
+    for name in ("gate_lower_bound", "use_full_rank_gate"):
+        fields.section("linear_attn_config").refuse(name, "Kimi K3 is not supported")
 
 
 def _kinds(fields: Fields, num_layers: int) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config_fields import Fields
-from executor_svc.models.families.common import read_common, uniform_rope
+from executor_svc.models.families.common import read_common, uniform_rope, whole_heads
 from executor_svc.models.families.experts import count_from_0, read_router, with_experts, without_experts
 from executor_svc.models.families.recurrent import ATTENTION, RECURRENT, layer_kinds, taps, with_recurrence
 from executor_svc.models.file_form import FileForm
@@ -68,6 +68,7 @@ def _read(config: dict[str, Any], fields: Fields) -> DecoderSpec:
     """Return the parts that both families share, with an MLP in all layers."""
     if fields.get("tie_embedding") is not None:  # of older files
         config = {**config, "tie_word_embeddings": fields.flag("tie_embedding", True)}
+    config = {"head_dim": whole_heads(fields)} | config
     rotary = uniform_rope(theta=THETA)
     spec = read_common(config, max_positions=_POSITIONS, eps=1e-5, eps_field="norm_eps", tied=True, read_rotary=rotary)
     attending = fields.get("full_attn_idxs")

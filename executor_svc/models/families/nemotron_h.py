@@ -79,6 +79,7 @@ def read_nemotron_h(config: dict[str, Any]) -> DecoderSpec:
         eps=1e-5,
         eps_field="layer_norm_epsilon",
         activation=("mlp_hidden_act", "relu2", _ACTIVATIONS),
+        names={"head_dim": "attention_head_dim"},  # of older files
     )
     layers = {ATTENTION: LayerSpec(None, has_mlp=False), _MLP: LayerSpec(None, has_attention=False)}
     if RECURRENT in kinds:
@@ -97,6 +98,7 @@ def read_nemotron_h(config: dict[str, Any]) -> DecoderSpec:
         norms_in_fp32=True,
         qkv_bias=bias,
         output_bias=bias,
+        may_lack_biases=True,  # of attention: transformers' code and vLLM's read none
         mlp_bias=fields.flag("mlp_bias", False),
         ignored=("mtp.", *(f"model.layers.{len(kinds) + layer}." for layer in range(more))),
     )

@@ -21,6 +21,7 @@ from executor_svc.models.families.recurrent import (
     read_gated_delta,
     with_recurrence,
 )
+from executor_svc.models.file_form import QWEN_MTP_LAYERS_FIELD
 from executor_svc.models.recurrent_spec import DeltaNames
 from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
 
@@ -56,6 +57,7 @@ def read_qwen3_5_moe(config: dict[str, Any]) -> DecoderSpec:
 
 def read_qwen3_next(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
+    config = {QWEN_MTP_LAYERS_FIELD: 1} | config  # its files have a head that the published config.json does not name
     fields = Fields(_NEXT | config)
     split = fields.flag("has_split_projections", False)  # in GGUF files
     spec = _read(without_experts(config), _PARTLY_BY_KEY_HEAD if split else _BY_KEY_HEAD)
@@ -66,8 +68,8 @@ def read_qwen3_next(config: dict[str, Any]) -> DecoderSpec:
 
 def _read(config: dict[str, Any], names: DeltaNames) -> DecoderSpec:
     """Return the parts that all of these families share, with an MLP in all layers."""
-    fields = Fields(config)
-    spec = read_common(config, max_positions=32_768, head_size=256, read_rotary=uniform_rope(partial=_PART))
+    fields, rotary = Fields(config), uniform_rope(partial=_PART, may_be_odd=True)
+    spec = read_common(config, max_positions=32_768, head_size=256, read_rotary=rotary)
     if not fields.flag("attn_output_gate", True):
         raise fields.error("attn_output_gate", "is false: attention without a gate is not supported")
     interval, bias = fields.integer("full_attention_interval", _INTERVAL), fields.flag("attention_bias", False)
@@ -75,7 +77,7 @@ def _read(config: dict[str, Any], names: DeltaNames) -> DecoderSpec:
     def kind(layer: int) -> str:
         return RECURRENT if (layer + 1) % interval else ATTENTION
 
-    more = min(count_from_0(fields, "mtp_num_hidden_layers", 0), MAX_LAYERS)  # of a head, which GGUF files have behind
+    more = min(count_from_0(fields, QWEN_MTP_LAYERS_FIELD, 0), MAX_LAYERS)  # of a head, which GGUF files have behind
     kinds = layer_kinds(fields, spec.num_layers, LINEAR_TYPES, kind)
     spec = replace(
         spec,
@@ -85,7 +87,7 @@ def _read(config: dict[str, Any], names: DeltaNames) -> DecoderSpec:
         norm_weight_offset=1.0,
         attention_gate=True,
         num_mtp_layers=more,
-        ignored=("mtp.", *(f"model.layers.{spec.num_layers + layer}." for layer in range(more))),
+        ignored=("mtp.", "model.mtp.", *(f"model.layers.{spec.num_layers + layer}." for layer in range(more))),
     )
     if RECURRENT not in kinds:
         return spec

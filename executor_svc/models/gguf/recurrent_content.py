@@ -171,7 +171,7 @@ def _granite(read: _Reader, content: dict[str, Any]) -> dict[str, Any]:
         "layer_types": read.kinds("linear_attention"),
         "position_embedding_type": "rope" if rotated else None,
         "has_split_shared_mlp": True,
-        "shared_intermediate_size": shared if experts else content["intermediate_size"],
+        "shared_intermediate_size": shared if experts or shared else content["intermediate_size"],
         **({"num_local_experts": experts["num_experts"]} if experts else {}),
         **({"num_experts_per_tok": experts["num_experts_per_tok"]} if experts else {}),
     }
@@ -181,6 +181,7 @@ def _falcon(read: _Reader) -> dict[str, Any]:
     """Return the fields of Falcon-H1: its factors are in the weights of files."""
     return {
         **read.mamba(),
+        "has_folded_factors": True,
         "mamba_d_ssm": read.integer("ssm.inner_size"),
         "mamba_rms_norm": read.has("ssm_norm.weight"),
         "mamba_norm_before_gate": False,

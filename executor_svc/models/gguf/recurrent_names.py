@@ -17,7 +17,10 @@ _DELTA = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
     "post_attention_layernorm": "post_attention_norm",
+    **{name: f"nextn.{name}" for name in ("eh_proj", "hnorm", "enorm")},
+    "shared_head.norm": "nextn.shared_head_norm",
 }
+"""With those of a head of multi-token prediction."""
 _LFM = {
     "operator_norm": "attn_norm",
     "ffn_norm": "ffn_norm",

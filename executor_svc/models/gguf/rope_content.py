@@ -14,6 +14,8 @@ from executor_svc.models.gguf.latent_content import LATENTS, LOG_MULTIPLIER
 
 _PARTIAL = ("glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi2", "phi3", "qwen35", "qwen35moe", "qwen3next")
 """Architectures that rotate a part of each head."""
+_NOT_ROTATED = ("nemotron_h", "nemotron_h_moe")
+"""Architectures without rotary embedding, whose files state hidden_size / num_attention_heads for it."""
 VectorReader = Callable[[str], list[float] | None]
 
 
@@ -29,7 +31,7 @@ def rope_content(file: GgufFile, architecture: str, head_size: int, read_vector:
     size = metadata.integer(f"{prefix}.dimension_count", head_size)
     if architecture in _PARTIAL:
         content["partial_rotary_factor"] = _share(size, head_size)
-    elif size != head_size:
+    elif size != head_size and architecture not in _NOT_ROTATED:
         raise metadata.error(f"{prefix}.dimension_count", f"must be the size of a head, {head_size}, not {size}")
     if architecture == "gemma3":
         content["rope_local_base_freq"] = shortest(metadata.number(f"{prefix}.freq_base_swa", 10_000.0))

@@ -14,11 +14,11 @@ from cadenza_common.gguf.file import GgufFile, GgufTensor
 from executor_svc.device.file_rows import FileRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
-from executor_svc.models.checkpoint import Weights
 from executor_svc.models.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.block_types import BLOCK_TYPES, DENSE_TYPES
 from executor_svc.models.gguf.tensor_names import TensorNames, halves
+from executor_svc.models.named_weights import Weights
 from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.part_of_file import PartOfFile
 from executor_svc.models.parallel.part_tensors import Cut
@@ -49,7 +49,7 @@ class GgufWeights(Weights):
     def _least_bytes_of(self, tensor: GgufTensor) -> int:
         kind, numbers = BLOCK_TYPES.get(tensor.type.name), math.prod(tensor.shape)
         if kind is None:
-            return numbers * self._dtype.itemsize if tensor.type.name in DENSE_TYPES else tensor.num_bytes
+            return numbers * self.matrix_bytes if tensor.type.name in DENSE_TYPES else tensor.num_bytes
         return kind.format.num_bytes((numbers // tensor.shape[-1], tensor.shape[-1]))
 
     def holds(self, name: str) -> bool:

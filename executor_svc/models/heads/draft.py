@@ -14,10 +14,11 @@ from executor_svc.device.kv_cache import DraftLayers, layers_of_heads
 from executor_svc.device.stored_linear import FewBits
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.decoder import Decoder
-from executor_svc.models.decoder_loading import load_decoder, open_checkpoint, settle_spec
+from executor_svc.models.decoder_loading import load_decoder, settle_spec
 from executor_svc.models.folder import LoaderError, tokenizer_of
 from executor_svc.models.heads.vocabulary import check_same_tokens
 from executor_svc.models.loading import LoadedModel
+from executor_svc.models.opened import open_checkpoint
 from executor_svc.models.registry import ARCHITECTURES
 from executor_svc.plan.description import LayerHeads
 

@@ -14,7 +14,7 @@ from executor_svc.device.kernels import Embedding, Linear
 from executor_svc.models.base import WeightSource
 from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.decoder import Decoder
-from executor_svc.models.decoder_loading import check_memory, folder_weights, open_checkpoint
+from executor_svc.models.decoder_loading import check_memory, folder_weights
 from executor_svc.models.decoder_weights import DecoderWeights
 from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError
@@ -35,6 +35,7 @@ from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import make_rotary
 from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.loading import LoadedModel
+from executor_svc.models.opened import open_checkpoint
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, rounded_bytes, rounding_of
 from executor_svc.models.spec import linear_shapes
 

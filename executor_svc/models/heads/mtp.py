@@ -3,8 +3,9 @@
 Row p of a sequence reads the target's hidden state at position p, before the target's final norm, and the embedding of
 the token at position p + 1; its logits, by the target's own head, are of the token at position p + 2. Its keys and
 values lie at slot p of the head's own layer. Behind the last row it reads its own results, which are normalized: so
-one layer makes any number of drafts, each less sure than the one before. That of Qwen3.5, a layer of full attention,
-reads states behind the final norm, and the embedding first, as in llama.cpp's models/qwen35.cpp.
+one layer makes any number of drafts, each less sure than the one before. Those of Qwen, a layer of full attention, with
+experts where the target has such, read states behind the final norm, and the embedding first, as in llama.cpp's
+models/qwen35.cpp and vLLM's qwen3_next_mtp.py.
 
 What it computes is what vLLM's mimo_mtp.py computes (written by Xiaomi), with one exception: vLLM sets the embedding of
 row 0 to zero, which is a fault there (github.com/vllm-project/vllm/issues/33299), for row 0 has a token like any other.

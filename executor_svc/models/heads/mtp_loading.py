@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,20 +12,21 @@ from executor_svc.device.interface import Device
 from executor_svc.models.base import WeightSource
 from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.decoder import Decoder, attention_shape
-from executor_svc.models.decoder_loading import Checkpoint, check_memory, folder_weights, open_checkpoint
+from executor_svc.models.decoder_loading import check_memory, open_weights
 from executor_svc.models.decoder_weights import DecoderWeights
-from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError, find_weights
 from executor_svc.models.heads.draft import LoadedDraft, draft_config, layers_of, naming, own_few_bits, probe
 from executor_svc.models.heads.mtp import MtpHead, MtpWeights
-from executor_svc.models.heads.mtp_form import MTP_FORMS, MtpForm
+from executor_svc.models.heads.mtp_form import HIDDEN_NORM, INPUT, LAYER, MTP_FORMS, NORM, TOKEN_NORM, MtpForm
 from executor_svc.models.heads.named_tensors import NamedTensors
 from executor_svc.models.layers.rope import make_rotary
 from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.loading import LoadedModel
+from executor_svc.models.named_weights import Weights
+from executor_svc.models.opened import Checkpoint, open_checkpoint
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, rounded_bytes, rounding_of
 from executor_svc.models.safetensors_file import tensors_of
-from executor_svc.models.spec import MTP_LAYERS_FIELD, DecoderSpec, linear_shapes
+from executor_svc.models.spec import MTP_LAYERS_FIELD, DecoderSpec, LayerSpec, linear_shapes
 from executor_svc.models.stored_names import decoder_names
 
 _SUPPORTED = ", ".join(MTP_FORMS)
@@ -40,7 +41,7 @@ def has_mtp(config: ExecutorConfig) -> bool:
     form = _form_of(checkpoint)
     if form is None or checkpoint.read_spec().num_mtp_layers != 1:
         return False
-    return config.load_format == "dummy" or _has_tensors(checkpoint.folder, form)
+    return config.load_format == "dummy" or any(name.startswith(form.before) for name in _tensor_names(checkpoint))
 
 
 def check_mtp(config: ExecutorConfig) -> None:
@@ -58,7 +59,7 @@ def load_mtp(config: ExecutorConfig, device: Device, target: LoadedModel) -> Loa
     (spec, form), config = _head_spec(config, checkpoint), draft_config(config.model, config)
     assert isinstance(target.model, Decoder)
     with naming(config.model, f"--speculative {config.speculative}: --model"), own_few_bits(device) as few_bits:
-        weights = folder_weights(config, device, checkpoint.folder, checkpoint.content, spec)
+        weights = open_weights(config, device, checkpoint, spec)
         reader = _MtpReader(spec, form, weights, config, device, target)
         max_model_len = target.geometry.max_model_len
         reader.check(checkpoint.folder, max_model_len)
@@ -86,30 +87,44 @@ def _head_spec(config: ExecutorConfig, checkpoint: Checkpoint) -> tuple[DecoderS
             f"{model} has no MTP head that is supported ({MTP_LAYERS_FIELD} is {brief(named)}, the "
             f"architecture {', '.join(checkpoint.names) or 'none'}); supported: that of {_SUPPORTED}"
         )
-    if not form.layers(checkpoint.content) or checkpoint.gguf is not None:
+    if not form.layers(checkpoint.content):
         raise _no_head(model, form.count_field, form.layers(checkpoint.content), checkpoint)
     spec = checkpoint.read_spec()
     if spec.num_mtp_layers > 1:
-        raise LoaderError(f"{model}: {form.count_field} is {spec.num_mtp_layers}: only heads of 1 layer are supported")
+        name, _ = _count_field(form.count_field, checkpoint)
+        raise LoaderError(f"{model}: {name} is {spec.num_mtp_layers}: only heads of 1 layer are supported")
+    return replace(spec, layers=(_layer_of(spec),)), form
+
+
+def _layer_of(spec: DecoderSpec) -> LayerSpec:
+    """Return a layer with attention; with experts, if layers of the target have such."""
     layer = next(layer for layer in spec.layers if layer.has_attention)
-    return replace(spec, layers=(layer,)), form
+    return replace(layer, experts=next((each.experts for each in spec.layers if each.experts is not None), None))
 
 
 def _form_of(checkpoint: Checkpoint) -> MtpForm | None:
-    return None if checkpoint.architecture is None else MTP_FORMS.get(checkpoint.architecture)
+    """Return the form of the head that files of this architecture may have."""
+    form = None if checkpoint.architecture is None else MTP_FORMS.get(checkpoint.architecture)
+    return form if form is None or checkpoint.gguf is None else form.in_gguf(checkpoint.read_spec().num_layers)
 
 
 def _no_head(model: str, name: str, value: object, checkpoint: Checkpoint) -> LoaderError:
-    where = "config.json" if checkpoint.gguf is None else "the GGUF file"
+    name, where = _count_field(name, checkpoint)
     found = f"is {brief(value)}" if value is not None and checkpoint.gguf is None else f"is not in {where}"
     return LoaderError(f"{model} has no MTP head ({name} {found}); supported: that of {_SUPPORTED}")
 
 
-def _has_tensors(folder: Path, form: MtpForm) -> bool:
-    found = find_weights(folder)
-    return any(
-        name.startswith(form.before) for name in decoder_names(found if isinstance(found, dict) else tensors_of(found))
-    )
+def _count_field(name: str, checkpoint: Checkpoint) -> tuple[str, str]:
+    """Return what says how many layers a head has, and where; name: of config.json."""
+    return (name, "config.json") if checkpoint.gguf is None else ("nextn_predict_layers", "the GGUF file")
+
+
+def _tensor_names(checkpoint: Checkpoint) -> Iterable[str]:
+    """Return the names of all tensors: as the file has them, of a folder as Cadenza has those of decoders."""
+    if checkpoint.gguf is not None:
+        return checkpoint.gguf.tensors
+    found = find_weights(checkpoint.folder)
+    return decoder_names(found if isinstance(found, dict) else tensors_of(found))
 
 
 class _MtpReader:
@@ -119,7 +134,7 @@ class _MtpReader:
         self,
         spec: DecoderSpec,
         form: MtpForm,
-        weights: SafetensorsWeights | DummyWeights,
+        weights: Weights,
         config: ExecutorConfig,
         device: Device,
         target: LoadedModel,
@@ -146,9 +161,9 @@ class _MtpReader:
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """Yield the name, as in a decoder, and the shape of each linear that the head has of its own."""
-        yield "model.layers.0.input_proj", (self._spec.hidden_size, 2 * self._spec.hidden_size)
+        yield LAYER + INPUT, (self._spec.hidden_size, 2 * self._spec.hidden_size)
         for name, shape in linear_shapes(self._spec):
-            if name.startswith("model.layers.0."):
+            if name.startswith(LAYER):
                 yield name.removesuffix(".weight"), shape
 
     def head(self, max_model_len: int) -> MtpHead:
@@ -163,8 +178,7 @@ class _MtpReader:
         rotary = make_rotary(layer.rope, max_model_len, device.dtype, device.torch_device)
         shape = attention_shape(spec, layer, device.kernels)
         hidden_norm, token_norm, norm = (
-            self._decoder.norm(f"model.layers.0.{name}_layernorm", spec.hidden_size)
-            for name in ("hidden", "token", "final")
+            self._decoder.norm(LAYER + name, spec.hidden_size) for name in (HIDDEN_NORM, TOKEN_NORM, NORM)
         )
         projection = linear_weight([self._source.open_linear(*next(self._linears()))], device.dtype)
         weights = MtpWeights(

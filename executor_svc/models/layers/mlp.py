@@ -6,7 +6,7 @@ from typing import Protocol, get_args
 
 from torch import Tensor
 
-from executor_svc.device.kernels import GatedActivation, Kernels, Linear, PlainActivation
+from executor_svc.device.kernels import GatedActivation, GatedLinear, Kernels, Linear, PlainActivation
 
 Activation = GatedActivation | PlainActivation
 GATED: tuple[GatedActivation, ...] = get_args(GatedActivation)
@@ -27,10 +27,14 @@ class GatedMlp:
     def __init__(self, gate_up: Linear, down: Linear, activation: GatedActivation, kernels: Kernels) -> None:
         self._gate_up = gate_up
         self._down = down
+        self._activation = activation
         self._activate = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._activate(self._gate_up(x)))
+        gate_up, down = self._gate_up(x), self._down
+        if isinstance(down, GatedLinear):
+            return down.of_gated(gate_up, self._activation)
+        return down(self._activate(gate_up))
 
 
 class PlainMlp:

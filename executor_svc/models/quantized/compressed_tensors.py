@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from cadenza_common.brief import brief
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.config_fields import Fields
@@ -25,6 +27,8 @@ _EMBEDDING_CLASSES = ("Embedding", "Module")
 _NOT_NEEDED = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 
 _TABLES = ("embed_tokens", LAYER_TABLE)
+_HEADS = ("mtp.", "model.mtp_layers.")
+"""What the names of tensors of heads of multi-token prediction begin with."""
 
 Scheme = Integers | Grouping | Literal["mxfp4"]
 """Of a linear's weight; a grouping: of e4m3."""
@@ -57,7 +61,7 @@ class CompressedTensors:
     def open(self, tensors: CheckpointTensors, prefix: str, shape: tuple[int, int]) -> QuantRows | None:
         """As in `method.Quantization`."""
         scheme = self.scheme_of(*{prefix: None, _stored_name(tensors, prefix): None})
-        if scheme is None:
+        if scheme is None or _is_dense_in_head(tensors, prefix):
             return None
         for name in _NOT_NEEDED:
             tensors.skip(f"{prefix}.{name}")
@@ -86,6 +90,15 @@ class CompressedTensors:
             if (rank := target.rank(name, classes)) is not None
         ]
         return self.groups[min(ranked)[2]][1] if ranked else None
+
+
+def _is_dense_in_head(tensors: CheckpointTensors, prefix: str) -> bool:
+    """Return whether a linear of a head of multi-token prediction is stored in two bytes or four.
+
+    Programs that quantize do not run the head, and copy its tensors without a word among `ignore`.
+    """
+    stored = tensors.find(f"{prefix}.weight") if prefix.startswith(_HEADS) else None
+    return stored is not None and stored.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _stored_name(tensors: CheckpointTensors, prefix: str) -> str:

@@ -68,6 +68,21 @@ def read_quantization(folder: Path, content: dict[str, Any]) -> Quantization | N
     return quantization
 
 
+def has_integers(folder: Path, content: dict[str, Any]) -> bool:
+    """Return whether any linears of a checkpoint are in few bits, and not in fp8; content: of config.json."""
+    try:
+        found = _section(folder, content)
+    except ModelConfigError as error:
+        raise LoaderError(f"model folder {folder}: {error}") from error
+    if found is None or quantizes_kv_alone(found[0]):
+        return False
+    fields, named = found
+    groups = [fields.section("config_groups").section(name) for name in fields.section("config_groups").sections()]
+    weights = [each.section("weights") for each in groups]
+    in_fp8 = [each.get("type") == "float" and each.get("num_bits") == 8 for each in weights]
+    return str(named).lower() != "fp8" and not (in_fp8 and all(in_fp8))
+
+
 def _section(folder: Path, content: dict[str, Any]) -> tuple[Fields, object] | None:
     """Return the options of the quantization and the name of its method, None if there are none."""
     if Fields(content).section("quantization").has("bits"):

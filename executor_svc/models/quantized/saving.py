@@ -21,6 +21,7 @@ from torch import Tensor
 
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
+from executor_svc.models.file_form import QWEN_MTP_LAYERS_FIELD
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.quantized.round_to_nearest import TABLES, Rounding
 from executor_svc.models.safetensors_file import LENGTH_BYTES
@@ -43,7 +44,10 @@ class QuantizedFolder:
     """
 
     def __init__(self, target: str, source: Path, rounding: Rounding, dtype: torch.dtype, num_linears: int) -> None:
-        """source: the folder of the dense checkpoint. Raises LoaderError if the target is there already."""
+        """source: the folder of the dense checkpoint; dtype: of its dense matrices.
+
+        Raises LoaderError if the target is there already.
+        """
         self._target = Path(target).expanduser()
         self._partial = self._target.with_name(f"{self._target.name}.partial")
         self._source = source
@@ -129,8 +133,7 @@ class QuantizedFolder:
             content.pop("torch_dtype", None)
             content["dtype"] = str(self._dtype).removeprefix("torch.")
             content["quantization_config"] = _quantization_config(self._rounding, self._dense, self._tables)
-            if MTP_LAYERS_FIELD in content:
-                content[MTP_LAYERS_FIELD] = 0  # the model does not read them, so they are not here
+            _leave_out_heads(content)
             (self._partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             for path in {path for pattern in _COPIED for path in self._source.glob(pattern)}:
                 if path.name not in _NOT_COPIED and path.is_file():
@@ -141,6 +144,13 @@ class QuantizedFolder:
             _sync(self._target.parent)
         except OSError as error:
             raise LoaderError(f"--save-quantized {self._target}: cannot be written: {error}") from error
+
+
+def _leave_out_heads(content: dict[str, Any]) -> None:
+    """Let a config.json name no layers of heads: the model does not read them, so they are not saved."""
+    text = content.get("text_config")
+    for part in (content, text if isinstance(text, dict) else {}):
+        part.update({name: 0 for name in (MTP_LAYERS_FIELD, QWEN_MTP_LAYERS_FIELD) if name in part})
 
 
 def _sync(*paths: Path) -> None:
@@ -219,7 +229,7 @@ class _SavedWeight:
 
     def blocks(self, rows: int) -> Iterator[Tensor]:
         for block in self._stored.blocks(rows):
-            self._place.write(block)
+            self._place.write(block.to(self._dtype))
             yield block
 
     def whole(self) -> Tensor:

@@ -1,10 +1,11 @@
-// The KV blocks of one executor: a cell for each block, or for a few of them in a large pool.
+// The KV blocks of one executor, or its pages: a cell for each, or for a few of them in a large pool.
 import { colour, context } from "./colours.js";
+import { CACHED, letterOf, looksOf, wordsOf } from "./pages.js";
 import { number, word } from "./words.js";
 
-const CACHED = -1;
 const MAX_HEIGHT = 150;
 const [LARGEST, SMALLEST] = [13, 3];
+const LETTERS = 9; // the least size of cells with letters
 
 export class Blocks {
   constructor(canvas, note, schedule) {
@@ -21,14 +22,26 @@ export class Blocks {
 
   clear() {
     this.states = new Map(); // block: [holder, holders]
-    this.facts = { held: 0, shared: 0, blocks: 0, cached: 0 };
+    this.pages = null; // page: what it holds, on an executor with windows or states
+    this.facts = { held: 0, shared: 0, blocks: 0, cached: 0, windows: [], size: 0, kinds: {} };
   }
 
   add(states) {
+    this.pages = null;
     for (let place = 0; place < states.length; place += 3) {
       const [block, holder, holders] = states.slice(place, place + 3);
       if (holder === 0) this.states.delete(block);
       else this.states.set(block, [holder, holders]);
+    }
+  }
+
+  addPages(states) {
+    this.states.clear();
+    this.pages ??= new Map();
+    for (let place = 0; place < states.length; place += 5) {
+      const [page, holder, holders, kind, position] = states.slice(place, place + 5);
+      if (holder === 0) this.pages.delete(page);
+      else this.pages.set(page, { holder, holders, kind, position });
     }
   }
 
@@ -58,9 +71,36 @@ export class Blocks {
       drawing.fillStyle = this.colourOf(cell * per, per);
       drawing.fillRect((cell % columns) * size, Math.floor(cell / columns) * size, size - gap, size - gap);
     }
+    if (this.pages && per === 1 && size >= LETTERS) this.drawLetters(drawing, size, columns);
     if (this.cursor !== null) this.outline(drawing, Math.floor(this.cursor / per), size, columns);
+    if (this.pages) return this.tell(index);
     this.canvas.setAttribute("aria-label", word("blocks_label", index, held, blocks, shared, cached));
     if (this.cursor === null) this.note.textContent = word("blocks_note", ...[held, shared, cached, blocks].map(number));
+  }
+
+  /** The sums of pages, as the records say. */
+  tell(index) {
+    const { held, shared, blocks, kinds } = this.facts;
+    const [states, cached, snapshots] = ["state", "cached", "snapshot"].map((kind) => kinds[kind] ?? 0);
+    this.canvas.setAttribute("aria-label", word("pages_label", index, held, blocks, cached, snapshots));
+    if (this.cursor !== null) return;
+    this.note.textContent = word("pages_note", ...[held, states, shared, cached, snapshots, blocks].map(number));
+  }
+
+  drawLetters(drawing, size, columns) {
+    drawing.font = `${size - 4}px ${colour("mono")}`;
+    drawing.textAlign = "center";
+    drawing.textBaseline = "middle";
+    for (const [page, held] of this.pages) {
+      const isDark = ["blue", "teal", "gold", "purple", "orange"].includes(this.looksOf(held)[1]);
+      drawing.fillStyle = colour(isDark ? "panel" : "ink");
+      const [x, y] = [(page % columns) * size, Math.floor(page / columns) * size];
+      drawing.fillText(letterOf(held, this.facts.windows), x + (size - 1) / 2, y + size / 2);
+    }
+  }
+
+  looksOf(page) {
+    return looksOf(page, this.facts.windows, this.schedule.isMine(page.holder));
   }
 
   outline(drawing, cell, size, columns) {
@@ -72,6 +112,8 @@ export class Blocks {
   colourOf(first, per) {
     let best = [0, "free"];
     for (let block = first; block < first + per; block++) {
+      const page = this.pages?.get(block);
+      if (page && this.looksOf(page)[0] > best[0]) best = this.looksOf(page);
       const state = this.states.get(block);
       if (state === undefined) continue;
       const [holder, holders] = state;
@@ -106,6 +148,12 @@ export class Blocks {
     this.cursor = block;
     this.onCursor?.();
     if (block === null) return;
+    if (this.pages) {
+      const page = this.pages.get(block);
+      const label = page && (this.schedule.labelOf(page.holder) ?? word("unknown"));
+      this.note.textContent = wordsOf(block, page, this.facts, label);
+      return;
+    }
     const [holder, holders] = this.states.get(block) ?? [0, 0];
     const label = this.schedule.labelOf(holder) ?? word("unknown");
     this.note.textContent =

@@ -49,16 +49,17 @@ class Lane {
     this.blocks.clear();
   }
 
-  add({ blocks, held, shared, schedule }) {
+  add({ blocks, pages, held, shared, kinds, schedule }) {
     if (schedule) this.schedule.add(schedule);
-    this.blocks.add(blocks);
-    this.blocks.count({ held, shared });
+    if (pages) this.blocks.addPages(pages);
+    else this.blocks.add(blocks);
+    this.blocks.count({ held, shared, kinds });
     this.touch();
   }
 
   look(info) {
     this.info = info;
-    this.blocks.count({ blocks: info.blocks, cached: info.cached_blocks });
+    this.blocks.count({ blocks: info.blocks, cached: info.cached_blocks, windows: info.windows ?? [], size: info.block_size });
     this.touch();
   }
 
@@ -89,7 +90,7 @@ class Lane {
       const { state, reason, running, slots, used_blocks, blocks, cached_blocks, output_tokens, device } = this.info;
       this.state.textContent = reason ? `${word(state)}: ${reason}` : word(state);
       this.state.classList.toggle("bad", state !== "serving");
-      const facts = word("facts", ...[running, slots, used_blocks, blocks, cached_blocks, output_tokens].map(number));
+      const facts = word(this.info.windows ? "facts_pages" : "facts", ...[running, slots, used_blocks, blocks, cached_blocks, output_tokens].map(number));
       if (!this.button.disabled) this.facts.textContent = `${device} · ${facts}`;
     }
     const hidden = this.schedule.hidden;
@@ -147,11 +148,14 @@ export class Lanes {
   }
 }
 
-/** The meaning of colours, which are the same in all panels. */
-export function legend(place) {
+/** The meaning of colours, which are the same in all panels; of pages where an executor has windows or states. */
+export function legend(place, executors) {
+  const [windows, states] = [executors.some((each) => each.windows?.some(Boolean)), executors.some((each) => each.state_pages)];
   const entries = [
     ["blue", "prefill"], ["green", "decode"], ["dot", "waiting"], ["dash", "idle"], ["red", "unused"],
     ["soft", "held"], ["purple", "shared"], ["cached", "cached"], ["free", "free"], ["orange", "yours"],
+    ...(windows ? [["teal", "in_window"], ["teal-cached", "window_cached"]] : []),
+    ...(states ? [["gold", "state"], ["gold-soft", "snapshot"]] : []),
   ];
   place.replaceChildren(...entries.map(([colour, name]) => {
     const entry = make("span");

@@ -30,7 +30,7 @@ function say(name, ...values) {
 }
 
 function show() {
-  legend(by("legend"));
+  legend(by("legend"), state?.executors ?? []);
   say(link.name, ...link.values);
   if (!state) return;
   by("version").textContent = state.version;

@@ -15,7 +15,7 @@ FAILED_PRECONDITION = 9
 NO_ADAPTERS = AdapterFailure(
     FAILED_PRECONDITION,
     "the executor has no LoRA adapters: --max-loras is 0, or was not given on a GPU, or the model runs through "
-    "transformers' own code",
+    "transformers' own code, or is a GGUF file of Falcon-H1",
 )
 
 

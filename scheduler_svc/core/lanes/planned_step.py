@@ -63,12 +63,14 @@ class PlannedStep:
     """With KV groups an entry for each page."""
     moves: Moves = NO_MOVES
     """The moves of the plan by block: in the plan they are by page."""
-    window_appends: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """By KV group other than 0: slots, and the pages appended to their tables."""
+    window_appends: dict[int, list[tuple[Sequence, int, int]]] = field(default_factory=dict)
+    """By KV group other than 0: sequences with their slots, and the pages appended to their tables."""
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     """With states: sources and samples that begin with this step; the next plan copies the sources' states."""
     saves: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     """Copies of states that this plan arms: slot, position and pages of each."""
+    saved: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """Copies that its result has named: position and pages; without pages: given up before."""
 
     num_planned_tokens: int | None = None
     """`total_tokens`, kept when the step is planned; None before."""

@@ -149,6 +149,11 @@ class BlockManager(SwappedBlocks):
             self.windows.extend(sequence, num_before)
         return taken
 
+    def open_state(self, sequence: Sequence) -> None:
+        """Give a sequence without blocks the state that a later beam will have, if there are states."""
+        if self.states is not None:
+            self.states.open(sequence)
+
     def give_back(self, sequence: Sequence) -> None:
         """Give back what it holds in windows before its next row. Call it where `cache_full_blocks` may be called."""
         if self.windows is not None:
@@ -230,7 +235,7 @@ class BlockManager(SwappedBlocks):
         """Fork: share all blocks of `source` that hold the first `num_tokens` tokens with a child without blocks.
 
         Without `in_windows` the child holds none of them in windows: it waits for the source to compute them. Its state
-        is its own.
+        is its own: that which it has kept, or a new one.
         """
         num_blocks = self.num_blocks_for(num_tokens)
         if child.block_ids or child.host_block_ids or num_blocks > len(source.block_ids):
@@ -241,7 +246,7 @@ class BlockManager(SwappedBlocks):
                 self.windows.share(source, child)
             else:
                 child.windows = [range(0)] * self.windows.num_groups
-        if self.states is not None:
+        if self.states is not None and not child.state_pages:
             self.states.open(child)
         cache, node, num_cached = self.tiers.cache, source.cache_node, source.num_cached_blocks
         while node is not None and num_cached > num_tokens // self.block_size:
@@ -293,17 +298,18 @@ class BlockManager(SwappedBlocks):
         self.tiers.drop((block_id,))
         return own
 
-    def free(self, sequence: Sequence, *, invalid_kv: bool = False) -> None:
+    def free(self, sequence: Sequence, *, invalid_kv: bool = False, keeps_state: bool = False) -> None:
         """Free all blocks of a sequence, and cache its full ones; safe to call twice.
 
-        With `invalid_kv` none of its blocks is cached or stays cached.
+        With `invalid_kv` none of its blocks is cached or stays cached. With `keeps_state` it keeps the pages of its
+        state.
         """
         if invalid_kv:
             for block_id in sequence.block_ids:
                 self.tiers.uncache(block_id)
         else:
             self.cache_full_blocks(sequence)
-        self._drop_others(sequence)
+        self._drop_others(sequence, keeps_state=keeps_state)
         if sequence.host_block_ids:
             self.tiers.drop_host_table(sequence.host_block_ids, sequence.shared_blocks)
         else:
@@ -324,14 +330,15 @@ class BlockManager(SwappedBlocks):
             sequence.block_ids = []
             sequence.num_cached_blocks, sequence.cache_node = 0, None
 
-    def _drop_others(self, sequence: Sequence) -> None:
+    def _drop_others(self, sequence: Sequence, *, keeps_state: bool = False) -> None:
         """Free what it has beside its blocks."""
         if self.windows is not None:
             self.windows.drop(sequence)
         if self.states is not None:
             if self.snapshots is not None and not sequence.host_block_ids:
                 self.snapshots.renew_last(sequence)
-            self.states.drop(sequence)
+            if not keeps_state:
+                self.states.drop(sequence)
 
     def num_reserved(self, sequence: Sequence) -> int:
         """Number of blocks that it holds beyond those of its computed and known tokens."""
@@ -360,4 +367,6 @@ class BlockManager(SwappedBlocks):
         if self.windows is not None:
             self.windows.check_integrity(holders)
         if self.states is not None:
-            self.states.check_integrity(each for each in holders if each.block_ids or each.host_block_ids)
+            self.states.check_integrity(
+                each for each in holders if each.block_ids or each.host_block_ids or each.state_pages
+            )

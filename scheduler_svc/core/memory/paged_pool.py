@@ -37,6 +37,8 @@ class PagedPool(BlockPool):
         self._sizes = sizes
         self._extra_pages = sizes.extra_pages
         self._unused_pages = list(range(num_pages - 1, -1, -1))
+        self._freed = set[int]()
+        """Unused pages that have been in use since `take_freed`."""
         self._full: list[tuple[int, ...]] = [()] * num_blocks
         self.windows: list[dict[int, Pages]] = [{} for _ in self._extra_pages]
         """By window group: the pages of the blocks that are in the window of a holder, or are cached with them."""
@@ -155,7 +157,7 @@ class PagedPool(BlockPool):
         if block_id in self.cached:
             self._rest((group, block_id), is_spare=is_spare)
         else:
-            self._unused_pages += self.windows[group].pop(block_id)[::-1]
+            self._free_pages(self.windows[group].pop(block_id))
         return True
 
     def add_idle_window(self, group: int, block_id: int) -> None:
@@ -189,7 +191,7 @@ class PagedPool(BlockPool):
     def free_state(self, pages: Pages) -> None:
         """Free the pages of a state."""
         self.states.remove(pages)
-        self._unused_pages += pages[::-1]
+        self._free_pages(pages)
 
     def free_loose(self) -> bool:
         """Free the oldest loose copy of a state; False: there is none."""
@@ -251,7 +253,7 @@ class PagedPool(BlockPool):
 
     def _drop_idle_window(self, group: int, block_id: int) -> None:
         self._wake((group, block_id))
-        self._unused_pages += self.windows[group].pop(block_id)[::-1]
+        self._free_pages(self.windows[group].pop(block_id))
 
     def _take_pages(self, count: int) -> tuple[int, ...]:
         if count > len(self._unused_pages):
@@ -259,7 +261,17 @@ class PagedPool(BlockPool):
         split = len(self._unused_pages) - count
         taken = tuple(self._unused_pages[: split - 1 if split else None : -1])
         del self._unused_pages[split:]
+        self._freed.difference_update(taken)
         return taken
+
+    def _free_pages(self, pages: Pages) -> None:
+        self._unused_pages += pages[::-1]
+        self._freed.update(pages)
+
+    def take_freed(self) -> list[int]:
+        """The unused pages that have been in use since the last call, for watches of steps."""
+        freed, self._freed = sorted(self._freed), set()
+        return freed
 
     def _free_full(self, first: int) -> None:
         """Free the pages of the blocks that have become unused: those from `first` on in the list of unused ones.
@@ -267,7 +279,7 @@ class PagedPool(BlockPool):
         They stay named: an evicted block may still be swapped out.
         """
         for block_id in self._unused[first:]:
-            self._unused_pages += self._full[block_id][::-1]
+            self._free_pages(self._full[block_id])
 
     def check_integrity(self, holders: dict[int, int]) -> None:
         super().check_integrity(holders)

@@ -98,11 +98,11 @@ class Snapshots:
                 if save.is_made:
                     self._end(save)
 
-    def take_made(self, slot: int, position: int) -> None:
-        """A result names a copy; nothing if it was given up."""
+    def take_made(self, slot: int, position: int) -> Pages:
+        """A result names a copy; returns its pages, none if it was given up."""
         save = self._by_key.pop((slot, position // self._size), None)
         if save is None:
-            return
+            return ()
         save.is_made = True
         if save.last_step_id is not None:
             del self._released[save]
@@ -111,6 +111,7 @@ class Snapshots:
                 self._cache(save)
         elif save.node is not None:
             self._end(save)
+        return save.pages
 
     def release(self, sequence: CachesBlocks, last_step_id: int) -> None:
         """The slot of a sequence is released: steps after this one make none of its copies."""
@@ -143,12 +144,17 @@ class Snapshots:
         self._of.clear()
         self._released.clear()
 
+    def last_of(self, sequence: CachesBlocks) -> int:
+        """Number of leading blocks of a sequence's table up to the last that is cached with a snapshot; 0: there is
+        none."""
+        snapshots, table = self._tiers.device.windows[self._number], sequence.block_ids
+        ends = (end for end in range(sequence.num_cached_blocks, 0, -1) if table[end - 1] in snapshots)
+        return next(ends, 0)
+
     def renew_last(self, sequence: CachesBlocks) -> None:
         """The last snapshot of a sequence that ends counts as held until now, as its blocks do: others go before."""
-        for block_id in reversed(sequence.block_ids[: sequence.num_cached_blocks]):
-            if self.has(block_id):
-                self._tiers.device.renew(self._number, block_id)
-                return
+        if end := self.last_of(sequence):
+            self._tiers.device.renew(self._number, sequence.block_ids[end - 1])
 
     def _end(self, save: PendingSave) -> None:
         """Take a copy that was made from its sequence."""

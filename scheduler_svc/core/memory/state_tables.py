@@ -71,6 +71,9 @@ class StateTables:
         before = sequence.state_pages
         if not before:
             return
+        if not (sequence.block_ids or sequence.host_block_ids):
+            self.drop(sequence)
+            return
         sequence.state_pages = self._tiers.take_state(target)
         move = self._moves.swap_in if source is self._tiers.host else self._moves.swap_out
         move(before, sequence.state_pages)

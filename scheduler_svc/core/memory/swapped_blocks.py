@@ -32,15 +32,15 @@ class SwappedBlocks(CachedBlocks):
     host_pool: BlockPool
 
     def num_to_swap(self, sequences: Iterable[Sequence]) -> int:
-        """Number of pages of the distinct device blocks of these sequences."""
+        """Number of pages of the distinct device blocks of these sequences, and of their states."""
         sequences = list(sequences)
         num_pages = self.pool.num_pages_of(distinct_blocks(device_tables(sequences)))
-        return num_pages + sum(len(sequence.state_pages) for sequence in sequences)
+        return num_pages + sum(len(sequence.state_pages) for sequence in sequences if sequence.block_ids)
 
     def swap_out(self, sequences: Collection[Sequence]) -> bool:
         """Move all their blocks to the host pool, shared ones once; False without any change if they do not fit.
 
-        Also False if the plan being made swaps one of the blocks in.
+        Also False if the plan being made swaps one of the blocks in. A sequence without blocks gives up its state.
         """
         tiers = self.tiers
         block_ids = distinct_blocks(device_tables(sequences))

@@ -160,7 +160,8 @@ def _holds(lane: Lane, group: SequenceGroup, size: PresentSize) -> bool:
     spec, count, longest = lane.spec, size.num_sequences, size.longest
     if lane.num_kv_tokens <= group.outgrown_kv_tokens:
         return False
-    num_pages = spec.footprint(longest)
+    # Beams run together: each has a state.
+    num_pages = spec.footprint(longest) + (count - 1) * spec.pages_per_state
     if not group.forked:
         num_pages = first_footprint(spec, len(group.spec.prompt_token_ids), count)
     return count <= spec.max_num_seqs and longest < spec.max_model_len and num_pages <= spec.num_blocks

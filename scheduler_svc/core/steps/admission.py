@@ -206,7 +206,8 @@ def _allocate(lane: Lane, step: PlannedStep, allocations: list[Allocation]) -> N
         step.joined.append(sequence)
         step.joined_slots.append(held_slot(sequence))
         if not allocation.num_tokens:
-            continue  # A slot for a later beam.
+            lane.blocks.open_state(sequence)
+            continue  # A slot and a state for a later beam.
         if came_back:
             num_more = lane.blocks.num_blocks_for(allocation.num_tokens) - len(sequence.block_ids)
             if num_more > 0:

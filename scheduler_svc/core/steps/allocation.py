@@ -40,7 +40,7 @@ def allocations_of(requests: RequestTable, lane: Lane, group: SequenceGroup, chu
         )
     if not group.forked:
         return _prompt_allocations(requests, lane, group, chunk)
-    if lane.blocks.states is not None:
+    if lane.blocks.states is not None and group.beam_search is None:
         # Each goes on behind a copy of a state, and looks up its own: the others come later in this step.
         return [_allocation(requests, lane, group.waiting_sequences[0], [], chunk)]
     allocations: list[Allocation] = []
@@ -50,9 +50,12 @@ def allocations_of(requests: RequestTable, lane: Lane, group: SequenceGroup, chu
     num_found = 0
     for sequence in group.waiting_sequences:
         if sequence.is_spare_beam:
-            allocations.append(Allocation(sequence, 0))
+            allocations.append(Allocation(sequence, lane.spec.pages_per_state))
             continue
         allocation = _allocation(requests, lane, sequence, sources, chunk)
+        if lane.blocks.states is not None and sources and allocation.num_shared < allocations[0].found.num_blocks:
+            # The state of the first is known behind its hit only.
+            allocations[0] = _without_hit(lane, allocations[0])
         if sources and allocation.num_shared < num_found:
             break  # The first goes on behind what this one shares: with windows, it looks up the cache by itself.
         allocations.append(allocation)
@@ -85,12 +88,13 @@ def _swap_in_allocations(lane: Lane, swapped: list[Sequence]) -> list[Allocation
         num_tokens = 0 if sequence.is_spare_beam else sequence.num_tokens
         host_block_ids = sequence.host_block_ids
         num_more = max(0, lane.blocks.num_blocks_for(num_tokens) - len(host_block_ids))
+        num_pages = 0 if sequence.state_pages else lane.spec.pages_per_state
         index = sequence.num_computed_tokens // lane.spec.block_size
         if sequence.group.forked and index < len(host_block_ids):
             writers[host_block_ids[index]] += 1
             num_more += writers[host_block_ids[index]] > 1
-        num_back = 0 if allocations else lane.blocks.num_to_swap_in(swapped)
-        allocations.append(Allocation(sequence, num_back + num_more * lane.blocks.block_pages, num_tokens))
+        num_pages += 0 if allocations else lane.blocks.num_to_swap_in(swapped)
+        allocations.append(Allocation(sequence, num_pages + num_more * lane.blocks.block_pages, num_tokens))
     return allocations
 
 
@@ -118,8 +122,10 @@ def _num_reserved_blocks(requests: RequestTable, lane: Lane, first: Sequence) ->
     wanted, num_prompt = requests.policies.batching.num_reserved_tokens(first), first.num_prompt_tokens
     num_full = num_prompt // lane.spec.block_size
     own = lane.blocks.num_blocks_for(wanted) - num_full
-    most = num_full + own * len(first.group.sequences)
-    reserves = wanted > num_prompt and most * lane.blocks.block_pages <= lane.spec.num_blocks
+    num_beams = len(first.group.sequences)
+    most = num_full + own * num_beams
+    num_pages = most * lane.blocks.block_pages + num_beams * lane.spec.pages_per_state
+    reserves = wanted > num_prompt and num_pages <= lane.spec.num_blocks
     reserves = reserves and lane.blocks.windows is None
     return most - lane.blocks.num_blocks_for(num_prompt) if reserves else 0
 
@@ -137,7 +143,7 @@ def _allocation(
         if num_shared:
             return Allocation(sequence, num_blocks - num_shared, num_tokens, source=source, num_shared=num_shared)
         return Allocation(sequence, found.num_to_take(num_blocks), num_tokens, found)
-    if sequence.is_beam and sequence.group.forked:
+    if sequence.is_beam and sequence.group.forked and lane.blocks.windows is not None:
         found = NO_PREFIX  # All beams come back at once, and some share with the first.
     if chunk and lane.blocks.states is not None:
         found = NO_PREFIX  # It did not fit with a hit, which needs a copy of the state besides.
@@ -146,6 +152,12 @@ def _allocation(
     else:
         num_pages = lane.blocks.num_to_take(found, num_blocks, chunk)
     return Allocation(sequence, num_pages, num_tokens, found, source, num_shared, chunk=chunk)
+
+
+def _without_hit(lane: Lane, allocation: Allocation) -> Allocation:
+    """The same allocation of a sequence that computes all of its tokens."""
+    num_blocks = lane.blocks.num_blocks_for(allocation.num_tokens)
+    return replace(allocation, num_to_take=lane.blocks.num_pages_for(num_blocks), found=NO_PREFIX)
 
 
 def _best_source(sequence: Sequence, sources: list[Sequence], size: int) -> tuple[Sequence | None, int]:

@@ -3,7 +3,8 @@
 A search waits for the candidates of all its beams; other sequences do not wait for it. Each beam that continues is a
 parent's tokens and one more. The first child of a parent keeps the parent's slot; further children take the slots of
 beams without children and share their parent's blocks. The blocks of beams without children are freed at once; the
-next step copies shared blocks before children write to them.
+next step copies shared blocks before children write to them. Each sequence of the group keeps the pages of its
+recurrent state until the group stops: the next step copies a parent's state to those of its further children.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _reorder(lane: Lane, group: SequenceGroup, beams: list[Sequence], pairs: lis
     others = [sequence for sequence in group.sequences if sequence not in parents]
     children: list[Sequence] = []
     for sequence in others:
-        lane.blocks.free(sequence)
+        lane.blocks.free(sequence, keeps_state=True)
         _end_description(lane, sequence)
     for parent in parents:
         child = parent

@@ -26,8 +26,9 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
     if sequence.suspected is not None and not step.is_trial:
         num_tokens = min(num_tokens, max(0, sequence.suspected.start - sequence.num_computed_tokens))
     num_left = num_covered = sequence.num_uncomputed_tokens
-    if lane.blocks.windows is not None:
+    if len(group.sequences) > 1 and (lane.blocks.windows or lane.blocks.states) is not None:
         num_tokens = min(num_tokens, _num_before_waiting(lane, sequence))
+    if lane.blocks.windows is not None:
         num_covered = cover(lane, step, sequence, min(num_tokens + 1, num_left))
         num_tokens = min(num_tokens, num_covered)
     if num_top is not None and sequence.needs_prompt_logprobs:
@@ -51,7 +52,8 @@ def plan_chunk(lane: Lane, step: PlannedStep, budget: StepBudget, sequence: Sequ
 
 
 def _num_before_waiting(lane: Lane, source: Sequence) -> int:
-    """Number of tokens up to where others go on that wait for this one's KV: they must still find their windows."""
+    """Number of tokens up to where others go on that wait for this one's KV: they must still find their windows, and
+    its state there."""
     waiting = [each.num_computed_tokens for each in lane.prefilling if each.kv_source is source]
     return min(waiting, default=source.num_planned_tokens) - source.num_computed_tokens
 

@@ -30,12 +30,12 @@ def keep_kv(requests: RequestTable, lane: Lane) -> None:
     contexts = _first_contexts(lane, steps)
     joined = {sequence for step in steps for sequence in step.joined}
     offsets = _uncertain_offsets(steps)
-    changed = set(contexts) if lane.blocks.states is not None else set()
+    changed = {*contexts, *_copied_to(lane, steps)} if lane.blocks.states is not None else set()
     for sequence in lane.running:
         num_computed = contexts.get(sequence, sequence.num_computed_tokens)
         num_certain = 0 if sequence in joined else _num_certain(lane, sequence, num_computed, offsets)
-        if num_certain < num_computed and lane.blocks.states is not None:
-            changed.add(sequence)
+        if lane.blocks.states is not None and (num_certain < num_computed or sequence.kv_source is not None):
+            changed.add(sequence)  # Where the KV that it waits for is there, the state behind it may not be.
         sequence.roll_back(num_certain)
     for group in {sequence.group for sequence in (*contexts, *lane.running)}:
         group.drop_candidates()
@@ -91,6 +91,13 @@ def _uncertain_offsets(steps: list[PlannedStep]) -> dict[int, int]:
                 offset = chunk.first_offset if index == 0 else 0
                 offsets[block_id] = min(offset, offsets.get(block_id, offset))
     return offsets
+
+
+def _copied_to(lane: Lane, steps: list[PlannedStep]) -> list[Sequence]:
+    """The running sequences whose states these steps were to copy, or swap in."""
+    moves = [pages for step in steps if (pages := step.moves.pages) is not None]
+    copied = {page for each in moves for page in (*each.copied.destinations, *each.swapped_in.destinations)}
+    return [sequence for sequence in lane.running if not copied.isdisjoint(sequence.state_pages)]
 
 
 def _num_certain(lane: Lane, sequence: Sequence, num_computed: int, offsets: dict[int, int]) -> int:

@@ -58,7 +58,7 @@ def note_windows(lane: Lane, step: PlannedStep, sequence: Sequence, before: list
         if not pages:
             continue
         if group.index:
-            step.window_appends.setdefault(group.index, []).extend((slot, page) for page in pages)
+            step.window_appends.setdefault(group.index, []).extend((sequence, slot, page) for page in pages)
         else:
             step.plan.append_slots += [slot] * len(pages)
             step.plan.append_block_ids += pages
@@ -98,6 +98,6 @@ def close_pages(step: PlannedStep) -> None:
     """Put the appends to tables of window groups into the plan."""
     if step.window_appends:
         step.plan.group_appends = [
-            GroupAppends(index, [slot for slot, _ in pairs], [page for _, page in pairs])
-            for index, pairs in sorted(step.window_appends.items())
+            GroupAppends(index, [slot for _, slot, _ in appended], [page for _, _, page in appended])
+            for index, appended in sorted(step.window_appends.items())
         ]

@@ -110,7 +110,7 @@ def _plan_trial(requests: RequestTable, lane: Lane, step: PlannedStep, budget: S
     """Plan a trial: suspected positions alone; returns sequences whose last token is planned now."""
     preempt_for_decodes(requests, lane, step)
     _resume(lane, step)
-    if lane.blocks.windows is not None:
+    if (lane.blocks.windows or lane.blocks.states) is not None:
         for sequence in lane.prefilling:
             _shared_kv_is_computed(lane, sequence)
     groups = next_trial(requests, lane)
@@ -134,12 +134,14 @@ def _resume(lane: Lane, step: PlannedStep) -> None:
 
 
 def _shared_kv_is_computed(lane: Lane, sequence: Sequence) -> bool:
-    """Whether the KV that it shares is computed, so that it can continue from there."""
-    source = sequence.kv_source
+    """Whether the KV that it shares is computed, so that it can continue from there, with a copy of the state there."""
+    source, states = sequence.kv_source, lane.blocks.states
     if source is not None and sequence.num_present_tokens == sequence.num_computed_tokens:
         sequence.kv_source = None
         if lane.blocks.windows is not None:
             lane.blocks.windows.join(source, sequence)
+        if states is not None:
+            states.copy(source, sequence)
     return sequence.kv_source is None
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
+from scheduler_svc.core.memory.prefix_lookups import may_hit
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
 from scheduler_svc.core.sequences.shared_blocks import SharedBlocks
@@ -284,10 +285,24 @@ def _prefers_swap(requests: RequestTable, lane: Lane, group: list[Sequence]) -> 
     policy = requests.policies.preemption
     if policy == "recompute" or any(sequence.kv_source is not None for sequence in group):
         return False
-    num_blocks, num_tokens = lane.blocks.num_to_swap(group), lane.num_distinct_tokens(group)
-    if num_tokens == 0 or num_blocks > lane.blocks.host_pool.num_free:
+    num_blocks = lane.blocks.num_to_swap(group)
+    if num_blocks > lane.blocks.host_pool.num_free or not any(sequence.num_computed_tokens for sequence in group):
         return False
-    return policy == "swap" or lane.rates.swap_is_cheaper(num_tokens, num_blocks)
+    return policy == "swap" or lane.rates.swap_is_cheaper(_num_to_recompute(lane, group), num_blocks)
+
+
+def _num_to_recompute(lane: Lane, group: list[Sequence]) -> int:
+    """Number of tokens that a group's running sequences compute again if they lose their KV.
+
+    With states they go on behind the last snapshot of what they have: samples each behind its own, sequences that begin
+    together behind that of the first.
+    """
+    first, snapshots, size = group[0], lane.blocks.snapshots, lane.spec.block_size
+    if snapshots is None or not may_hit(first):
+        return lane.num_distinct_tokens(group)
+    if first.group.forked and not first.is_beam:
+        return sum(each.num_computed_tokens - size * snapshots.last_of(each) for each in group)
+    return lane.num_distinct_tokens(group) - size * snapshots.last_of(first)
 
 
 def _preempt(

@@ -111,7 +111,7 @@ def take_result(requests: RequestTable, lane: Lane, step: PlannedStep, result: S
     Work on all sequences of a step runs over columns in C-level loops (map, deque).
     """
     _take_prompt_logprobs(requests, step, result)
-    take_saved(lane, result)
+    take_saved(lane, step, result)
     slots, token_ids = _sampled(lane, result)
     # With drafts a slot has several tokens, and is listed with each.
     deque(map(list.append, map(lane.tokens_at.__getitem__, slots), token_ids), maxlen=0)

@@ -50,7 +50,7 @@ def _may_save(lane: Lane, sequence: Sequence) -> bool:
         lane.blocks.snapshots is not None
         and bool(sequence.state_pages)
         and sequence.described
-        and not sequence.is_beam
+        and not (sequence.is_beam and sequence.group.forked)
         and sequence.group.spec.uses_prefix_cache
     )
 
@@ -89,9 +89,9 @@ def check_saved(lane: Lane, result: StepResult) -> None:
         )
 
 
-def take_saved(lane: Lane, result: StepResult) -> None:
+def take_saved(lane: Lane, step: PlannedStep, result: StepResult) -> None:
     """The copies that a step has made may be found from now on."""
     snapshots = lane.blocks.snapshots
     if snapshots is not None:
         for slot, position in zip(result.saved_slots, result.saved_positions, strict=True):
-            snapshots.take_made(slot, position)
+            step.saved.append((position, snapshots.take_made(slot, position)))

@@ -25,8 +25,10 @@ from executor_svc.worker.adapters import AdapterRefused
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
+from tests.executor_svc.models.adapters.test_adapted_models import OF_RECURRENT
 from tests.helpers.executor.plans import ints, scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
+from tests.helpers.marks import short_and_long
 from tests.helpers.models.peft_adapters import read, save_peft_adapter
 
 VOCAB = 131
@@ -86,8 +88,8 @@ class Run:
         index = ADAPTERS[slot] if adapter is None else adapter
         self.tokens[slot], self.logprobs[slot] = [], []
         sampling = fields.pop("sampling", SOME_LOGPROBS)
-        blocks = self.stepper.blocks(slot)
-        return sequence(slot, PROMPTS[slot], blocks, adapter_index=index, sampling=sampling, **fields)
+        fields |= {"sampling": sampling, "state_pages": self.stepper.state(slot)}
+        return sequence(slot, PROMPTS[slot], self.stepper.blocks(slot), adapter_index=index, **fields)
 
     def step(self, **fields: Any) -> StepResult:
         result = self.stepper.step(**fields)
@@ -130,6 +132,17 @@ def test_scaled_embeddings_tied_tables_and_padded_heads(tmp_path: Path) -> None:
     shape = {"vocab_size": VOCAB, "num_hidden_layers": 2, "head_dim": 48}
     base = make_checkpoint(tmp_path / "model", "gemma2", **shape)
     check_logprobs(base, save_adapters(base, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", short_and_long(["granite_h", "kimi_linear", "lfm2", "qwen3_next_delta"], ["lfm2"]))
+def test_linears_of_recurrences(tmp_path: Path, family: str) -> None:
+    base, modules = make_checkpoint(tmp_path / "model", family), OF_RECURRENT[family]
+    configs = {1: {"r": 5}, 2: {"r": 9, "layers_to_transform": [0]}, 3: {"r": 2, "layers_to_transform": [1]}}
+    folders = {index: tmp_path / str(index) for index in configs}
+    for index, config in configs.items():
+        save_peft_adapter(base, folders[index], seed=index, lora_alpha=2, target_modules=list(modules), **config)
+    check_logprobs(base, folders)
 
 
 def check_logprobs(folder: Path, adapters: Mapping[int, Path]) -> None:

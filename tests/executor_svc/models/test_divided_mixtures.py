@@ -24,7 +24,7 @@ from executor_svc.ranks.members import SharedMemory
 from executor_svc.startup.rank_kernels import make_ranks
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Driver, Model, Tokens
-from tests.executor_svc.models.test_model_configs import read
+from tests.executor_svc.models.model_configs import read
 from tests.golden.test_mixtures import CASES, gpt_oss_in_mxfp4
 from tests.helpers.executor.rank_threads import RankThreads, on_ranks
 from tests.helpers.marks import short_and_long

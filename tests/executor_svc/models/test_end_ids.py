@@ -40,3 +40,10 @@ def test_the_tokenizers_own(tmp_path: Path, config: dict[str, Any], tokenizer: A
 def test_all_files_count(tmp_path: Path) -> None:
     config = {"eos_token": "<|im_end|>", "added_tokens_decoder": {"7": ADDED}}
     assert ends(tmp_path, config=config, first={"eos_token_id": 9}, second={"eos_token_id": [1, 9]}) == [1, 7, 9]
+
+
+def test_those_of_the_text_part(tmp_path: Path) -> None:
+    """As Qwen3.5 is published; the model's own come first."""
+    text = {"text_config": {"eos_token_id": 5}}
+    assert ends(tmp_path, config={}, config_files=text, second={"eos_token_id": 3}) == [3, 5]
+    assert ends(tmp_path, config={}, config_files=text | {"eos_token_id": [4]}) == [4]

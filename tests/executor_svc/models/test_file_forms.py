@@ -53,7 +53,7 @@ def test_rows_of_grouped_heads() -> None:
 
 def base_spec() -> DecoderSpec:
     from executor_svc.models.families.llama import read_llama
-    from tests.executor_svc.models.test_model_configs import SIZES
+    from tests.executor_svc.models.model_configs import SIZES
 
     return read_llama(SIZES)
 

@@ -26,14 +26,9 @@ from executor_svc.models.parallel.part import Part
 from executor_svc.models.safetensors_file import StoredTensor
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.helpers.models.gguf_files import (
-    all_of,
-    neighbours,
-    places_of_scales,
-    random_blocks,
-    set_scale,
-    write_gguf,
-)
+from tests.helpers.models.gguf_blocks import places_of_scales, random_blocks, set_scale
+from tests.helpers.models.gguf_files import all_of, write_gguf
+from tests.helpers.models.gguf_tensors import neighbours
 
 DATA = Path(__file__).parents[2] / "data" / "gguf"
 MIXED = DATA / "llama-q4_k_m.gguf"
@@ -206,7 +201,7 @@ def test_what_a_file_gives_the_service(tmp_path: Path) -> None:
     ends = {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.bos_token_id": 1}
     path = write_gguf(folder, tmp_path / "model.gguf", all_of(Type.Q8_0), tokens=True, metadata=ends)
     loaded = Model(path).loaded
-    assert loaded.geometry.dtype == "bfloat16"
+    assert loaded.geometry.dtype == "float32"
     assert loaded.geometry.architecture == "LlamaForCausalLM"
     assert loaded.geometry.num_parameters == sum(each.n_elements for each in gguf.GGUFReader(path).tensors)
     assert (loaded.eos_token_ids, loaded.bos_token_id, loaded.tokenizer) == ((3, 5), 1, str(path))

@@ -16,7 +16,7 @@ from executor_svc.models.base import ModelConfigError
 from executor_svc.models.folder import LoaderError
 from tests.checkpoints import MIXTURES, make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.executor_svc.models.test_model_configs import read
+from tests.executor_svc.models.model_configs import read
 from tests.golden.test_mixtures import CASES
 from tests.helpers.models.golden import check_bits_of_chunks, random_prompts
 

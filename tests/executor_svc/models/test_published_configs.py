@@ -25,7 +25,11 @@ FILES = sorted((Path(__file__).parents[2] / "data" / "published_configs").iterdi
 MIXTURE_LAYERS = 4
 """As many of one whose layers have hundreds of experts."""
 LISTS = ("hybrid_override_pattern", "layer_types", "no_rope_layers", "layer_rope_theta")
-RENAMED = {"nemotron_h": {"model.": "backbone."}, "phimoe": {".mlp.router.": ".block_sparse_moe.gate."}}
+RENAMED = {
+    "kimi_linear": {".mlp.": ".block_sparse_moe.", "layers.0.block_sparse_moe.": "layers.0.mlp.", ".forget_gate.": "."},
+    "nemotron_h": {"model.": "backbone."},
+    "phimoe": {".mlp.router.": ".block_sparse_moe.gate."},
+}
 """What transformers calls otherwise than files do."""
 MOST_LAYERS = 8
 """Of a model that is built: more are alike."""
@@ -103,7 +107,12 @@ def few_layers(content: dict[str, Any]) -> dict[str, Any]:
     if content.get("num_kv_shared_layers"):
         lists["num_kv_shared_layers"] = 2
     has_many = content.get("n_routed_experts") and "hybrid_override_pattern" not in content
-    most = MIXTURE_LAYERS if has_many or (content.get("num_experts") or 0) > 256 else MOST_LAYERS
+    most = MIXTURE_LAYERS if has_many or (content.get("num_experts") or 0) >= 256 else MOST_LAYERS
+    if section := content.get("linear_attn_config"):
+        kinds = {
+            name: [layer for layer in section[name] if layer <= most] for name in ("full_attn_layers", "kda_layers")
+        }
+        lists["linear_attn_config"] = section | kinds
     return {**content, count_of_layers(content): min(most, content[count_of_layers(content)]), **lists}
 
 
@@ -116,7 +125,7 @@ def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tup
     from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
-    known = ("architectures", "model_type", "quantization_config")
+    known = ("architectures", "model_type", "quantization_config", *(["rope_scaling"] if _is_plain(content) else []))
     fields = {name: value for name, value in content.items() if name not in known}
     config = AutoConfig.for_model(content["model_type"].replace("kimi_k2", "deepseek_v3"), **fields)
     with torch.device("meta"):
@@ -124,6 +133,8 @@ def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tup
     shapes = {name: tuple(value.shape) or (1,) for name, value in model.state_dict().items()}
     for old, new in RENAMED.get(content["model_type"], {}).items():
         shapes = {name.replace(old, new): shape for name, shape in shapes.items()}
+    if content["model_type"] == "kimi_linear":
+        shapes = by_part(shapes)
     shapes = by_expert(shapes, spec)
     names = decoder_names(shapes, spec.names.first, spec.files)
     own = {name: stored for name, stored in names.items() if not is_ignored(name, spec)}
@@ -131,9 +142,25 @@ def by_transformers(content: dict[str, Any], spec: DecoderSpec) -> dict[str, tup
     return {name: in_order(name, shapes[stored], spec) for name, stored in own.items()}
 
 
+def by_part(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes with three convolutions in the place of one of queries, keys and values."""
+    whole = {name: size for name, size in shapes.items() if name.endswith(".conv1d.weight")}
+    parts = {
+        name.replace(".conv1d.", f".{part}_conv1d."): (channels // 3, *rest)
+        for name, (channels, *rest) in whole.items()
+        for part in "qkv"
+    }
+    return {name: size for name, size in shapes.items() if name not in whole} | parts
+
+
+def _is_plain(content: dict[str, Any]) -> bool:
+    """Return whether there is no scaling, of which transformers warns where a model has no rotary embedding."""
+    return content.get("rope_scaling") is None
+
+
 def by_expert(shapes: dict[str, tuple[int, ...]], spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes with those of single experts in the place of the tensors of all."""
-    found = {name: shape for name, shape in shapes.items() if len(shape) < 3 or "conv" in name}
+    found = {name: shape for name, shape in shapes.items() if len(shape) != 3 or "conv" in name}
     for name, (count, *size) in shapes.items() - found.items():
         layer = int(name.split(".")[2])
         experts = spec.layers[layer].experts

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from executor_svc.cpu.weight_readers import WeightReaders
-from executor_svc.models import checkpoint, dummy_weights
+from executor_svc.models import dummy_weights, named_weights
 from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError
@@ -36,7 +36,7 @@ def test_a_tensor_outlives_its_file(tmp_path: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_tensor_is_converted_in_pieces(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(named_weights, "_BLOCK_BYTES", 100)
     stored = {"a": torch.randn(37, 5), "none": torch.zeros(0, 4), "wide": torch.randn(3, 300)}
     save_file(stored, tmp_path / "model.safetensors")
     weights = SafetensorsWeights(tmp_path, dtype, CPU)

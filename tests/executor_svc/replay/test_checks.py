@@ -54,6 +54,17 @@ def test_blocks_are_what_states_leave() -> None:
         assert 3 * num_blocks + 20 >= num_pages
 
 
+def test_options_of_a_simulated_executor_count_pages() -> None:
+    recorded = pb.DescribeResponse()
+    recorded.CopyFrom(SIMULATED)
+    recorded.kv.groups.add(pages_per_block=3)
+    recorded.kv.groups.add(window=24, pages_per_block=2)
+    recorded.kv.state.pages_per_state = 4
+    config = configured(recorded)
+    assert (config.num_gpu_blocks, config.num_cpu_blocks) == (100, 20)
+    assert (config.simulate_kv_groups, config.simulate_state_pages) == ("full:3,24:2", 4)
+
+
 def test_a_simulated_executor_stays_one_unless_a_model_is_given() -> None:
     config = configured(SIMULATED)
     assert (config.simulate, config.model, config.simulate_vocab_size) == ("instant", "simulated", 99)

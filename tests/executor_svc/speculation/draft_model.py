@@ -59,8 +59,11 @@ class Driver:
 
     def drafts(self, rows: Sequence[int], most: int | Sequence[int] = 5) -> list[list[int]]:
         """Return the drafts of each row."""
+        rows_of_all = np.array(rows, np.int64)
+        looks = self.source.looks(self.slots, rows_of_all)
         numbers = np.array([most] * len(rows) if isinstance(most, int) else most, np.int64)
-        drafts = self.source.propose(self.slots, np.array(rows, np.int64), numbers)
+        drafts = self.source.propose(self.slots, rows_of_all, numbers)
+        assert looks or not drafts.counts.any()
         assert drafts.counts.dtype == drafts.token_ids.dtype == np.int64
         assert drafts.counts.shape == (len(rows),)
         assert (drafts.counts <= numbers).all()

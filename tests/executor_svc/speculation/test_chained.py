@@ -19,6 +19,9 @@ class Fixed:
         self._drafts = drafts
         self.calls = []
 
+    def looks(self, slots, rows):
+        return any(self._drafts[slot] for slot in rows.tolist())
+
     def propose(self, slots, rows, most):
         parts = [self._drafts[slot][:limit] for slot, limit in zip(rows.tolist(), most.tolist(), strict=True)]
         counts = np.array([len(part) for part in parts], np.int64)

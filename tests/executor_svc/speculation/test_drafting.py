@@ -53,6 +53,9 @@ class Fixed:
     def clear(self) -> None:
         self.calls.append(("clear",))
 
+    def looks(self, slots: Slots, rows: np.ndarray) -> bool:
+        return True
+
     def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> Drafts:
         self.asked = dict(zip(rows.tolist(), most.tolist(), strict=True))
         made = [self.drafts.get(slot, [])[:count] for slot, count in self.asked.items()]

@@ -22,7 +22,8 @@ from executor_svc.worker.head_source import HeadSource
 from scheduler_svc.core.types import RequestSpec
 from tests.checkpoints import make_checkpoint, make_llama
 from tests.executor_svc.driver import Model
-from tests.helpers.core.core_model import Chat, Rig, Setting
+from tests.helpers.core.core_chats import Chat, Setting
+from tests.helpers.core.core_model import Rig
 from tests.helpers.core.core_sampling import core_sampling
 from tests.helpers.models.eagle3_heads import HeadShape, ReferenceHead, make_head
 from tests.helpers.models.mtp_heads import ReferenceMtp, make_mimo
@@ -48,6 +49,10 @@ class Watched(HeadSource):
                 self.kept.setdefault(int(slot), {})[position] = self.states[row].clone()
                 row += 1
         super().committed(slots, scheduled, starts)
+
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        return True
 
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         drafts = super().propose(slots, rows, most)

@@ -19,6 +19,7 @@ from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.helpers.executor.known_drafts import KnownDrafts
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
+from tests.simulation.seeded_bugs import SeededBug, seeded
 
 VOCAB, BLOCK, TOKENS = 131, 8, [(7 * at + 3) % 131 for at in range(40)]
 STEPS = 6
@@ -157,8 +158,42 @@ def test_rejected_drafts_leave_no_trace(model: Model, expected: list[int], accep
     rig = Rig(model, 3, drafts)
     found = list(chunks(rig, [11]).token_ids)
     while len(found) < len(expected):
-        found += rig.step(scheduled=scheduled((0, 1, True))).token_ids
+        tokens = rig.step(scheduled=scheduled((0, 1, True))).token_ids
+        assert len(tokens)
+        found += tokens
     assert found[: len(expected)] == expected
+
+
+BUGS = (
+    SeededBug(
+        "drafts are added to the matrices before they are accepted (vLLM 43559, 53912)",
+        "executor_svc.cpu.kernels.states.plan", "CpuStatePlan.fill",
+        "np.maximum(rows[order] - self.tail, 0)", "rows[order] - 1",
+    ),
+    SeededBug(
+        "rows that were not accepted are part of the state (vLLM 43559; transformers PR 46873)",
+        "executor_svc.batch.state_steps", "_folded",
+        "slots.num_computed_tokens[rows]", "slots.num_computed_tokens[rows] + 1",
+    ),
+    SeededBug(
+        "a state is read from the pages of another slot (vLLM 53142, 55601)",
+        "executor_svc.batch.step_states", "step_states",
+        "states.tables[rows]", "states.tables[rows + 1]",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "bug"),
+    # Short convolutions have no matrices.
+    [("qwen3_5_delta", BUGS[0]), *((family, bug) for family in ("lfm2", "qwen3_5_delta") for bug in BUGS[1:])],
+    indirect=["model"],
+    scope="module",
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_bug_of_states_in_steps_is_found(model: Model, expected: list[int], bug: SeededBug) -> None:
+    with seeded(bug), pytest.raises((AssertionError, InvalidPlan)):
+        test_rejected_drafts_leave_no_trace(model, expected, 0.6)
 
 
 def test_a_state_that_does_not_stand_where_a_plan_says_is_refused(model: Model) -> None:

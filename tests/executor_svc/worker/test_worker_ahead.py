@@ -156,13 +156,19 @@ def test_a_plan_that_comes_while_one_step_runs_is_begun(rig: Rig) -> None:
     assert rig.answers(2) == [(1, StepStatus.OK), (2, StepStatus.OK)]
 
 
-def test_what_began_after_a_step_that_fails_means_nothing(rig: Rig) -> None:
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("2 GiB"), StepStatus.OUT_OF_MEMORY),
+        (InvalidPlan("a state that the device has looked at"), StepStatus.INVALID_PLAN),
+    ],
+)
+def test_what_began_after_a_step_that_fails_means_nothing(rig: Rig, error: Exception, status: StepStatus) -> None:
     rig.submit(1, 2, 3)
     first, second = rig.launched(), rig.launched()
     second.end()
-    first.end(torch.OutOfMemoryError("2 GiB"))
-    expected = [(1, StepStatus.OUT_OF_MEMORY), (2, StepStatus.SKIPPED), (3, StepStatus.SKIPPED)]
-    assert rig.answers(3) == expected
+    first.end(error)
+    assert rig.answers(3) == [(1, status), (2, StepStatus.SKIPPED), (3, StepStatus.SKIPPED)]
     assert rig.executor.launched.empty()
     assert not rig.worker.lost.done()
 

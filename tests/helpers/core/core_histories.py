@@ -66,7 +66,6 @@ def executors(draw: st.DrawFn) -> ExecutorSpec:
         + pages_per_state * draw(st.sampled_from([max_num_seqs, 2, 2 * max_num_seqs])),
         kv_groups=groups,
         pages_per_state=pages_per_state,
-        lacks=frozenset({"beams"} if pages_per_state else ()),
         num_slots=max_num_seqs + draw(st.integers(0, 3)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([24, 8, 4, 12, 0])),

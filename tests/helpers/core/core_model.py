@@ -7,12 +7,11 @@ plans in every run. KV that nobody has computed is NaN: whoever reads it fails.
 from __future__ import annotations
 
 import random
-from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -36,93 +35,17 @@ from scheduler_svc.core.memory.paged_pool import PagedPool
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequences.sequence import Sequence
-from scheduler_svc.core.types import ExecutorSpec, Finish, FinishDetail, RequestKey, RequestSpec, SessionEnd
+from scheduler_svc.core.types import ExecutorSpec, FinishDetail, RequestKey, RequestSpec, SessionEnd
 from scheduler_svc.engine.policies_from_options import policies_from_options
 from tests.executor_svc.driver import Model
 from tests.helpers.core.core_adapters import CoreAdapters
-from tests.helpers.core.deltas import SampleDelta, deltas
+from tests.helpers.core.core_chats import Chat, Outcome, Setting, Told
+from tests.helpers.core.deltas import deltas
 from tests.helpers.executor.rank_threads import RankModel, RankThreads
 
 _STEP_S = 0.01
 _MAX_CUTS = 40
 _EPOCH = 1
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A request, and what the user says after each answer: a turn's prompt is all that was said before it."""
-
-    spec: RequestSpec
-    says: tuple[tuple[int, ...], ...] = ()
-
-    def turn(self, answer: list[int]) -> Chat:
-        """The next one."""
-        prompt = (*self.spec.prompt_token_ids, *answer, *self.says[0])
-        return Chat(
-            replace(self.spec, request_id=f"{self.spec.request_id}, on", prompt_token_ids=prompt), self.says[1:]
-        )
-
-
-@dataclass
-class Told:
-    """All that was reported of a sample."""
-
-    token_ids: list[int] = field(default_factory=list)
-    chosen_logprobs: list[float] = field(default_factory=list)
-    logprobs: bytes = b""
-    """Bits of every row: ranks, top ids, logprobs."""
-    prompt_logprobs: bytes = b""
-    """The same of the prompt, with indices."""
-    cumulative_logprob: float | None = None
-    finish: Finish | None = None
-
-    def add(self, delta: SampleDelta) -> None:
-        """Take what one delta brings."""
-        assert self.finish is None, "outputs of a sample that has ended"
-        self.token_ids += delta.token_ids
-        for row in delta.logprobs:
-            self.chosen_logprobs.append(row.logprob)
-            self.logprobs += _bits((row.rank, *row.top_token_ids), (row.logprob, *row.top_logprobs))
-        if (prompt := delta.prompt_logprobs) is not None:
-            for at, (logprob, rank) in enumerate(zip(prompt.logprobs, prompt.ranks, strict=True)):
-                top = slice(at * prompt.num_top, (at + 1) * prompt.num_top)
-                self.prompt_logprobs += _bits(
-                    (prompt.start + at, rank, *prompt.top_token_ids[top]), (logprob, *prompt.top_logprobs[top])
-                )
-        self.finish, self.cumulative_logprob = delta.finish, delta.cumulative_logprob
-
-
-Outcome = dict[tuple[str, int], Told]
-"""By request id and sample index."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Sizes, options of the scheduler, who comes when, and what must happen."""
-
-    block_size: int = 16
-    num_blocks: int = 600
-    num_host_blocks: int = 0
-    max_num_seqs: int = 24
-    max_num_batched_tokens: int = 256
-    depth: int = 2
-    """Plans in flight."""
-    arrivals: Literal["together", "shuffled", "scattered", "alone"] = "together"
-    """All before the first step, in one order or another; now and then; each when the one before has ended."""
-    loses_every: int = 0
-    """The session with the executor breaks after so many steps, and its memory is gone; 0: never."""
-    cuts_every: int = 0
-    """The session breaks after so many steps, and the executor keeps its memory; 0: never."""
-    max_drafts: int = 0
-    """The most drafts of a sequence in one step."""
-    max_loras: int = 0
-    max_cpu_loras: int = 0
-    aborts: bool = False
-    """Others come that are aborted."""
-    happens: frozenset[str] = frozenset()
-    """Of: hits, host hits, drafts; recompute or swap, and whom: one, samples, beams."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of the scheduler service, those that rule the core."""
 
 
 class Rig:
@@ -142,27 +65,19 @@ class Rig:
 
         adapters: folders by index, for a model that has places. ranks: of which `model` is the first one's part.
         """
-        sizes: dict[str, Any] = {
-            "block_size": setting.block_size,
-            "num_gpu_blocks": setting.num_blocks,
-            "num_cpu_blocks": setting.num_host_blocks,
-            "max_num_seqs": setting.max_num_seqs,
-            "max_num_batched_tokens": setting.max_num_batched_tokens,
-        }
-        if setting.max_drafts:  # the tail of recurrent states holds as many
-            sizes |= {"speculative": "ngram", "num_speculative_tokens": setting.max_drafts}
-        config, geometry = ExecutorConfig(**{**model.options, **sizes}), model.loaded.geometry
+        self._config, geometry = _config(model, setting), model.loaded.geometry
         self.setting = setting
         self.happened: Counter[str] = Counter()
         """How often what a setting may ask for did happen."""
         self.outcome: Outcome = {}
         self.pools = model.device.new_kv_cache(
-            model.loaded.own_geometry, config, draft=None if draft_model is None else draft_model.layers
+            model.loaded.own_geometry, self._config, draft=None if draft_model is None else draft_model.layers
         )
         loras = {"max_loras": setting.max_loras, "max_cpu_loras": setting.max_cpu_loras}
-        limits = replace(limits_of(config, geometry, self.pools), max_drafts=setting.max_drafts, **loras)
+        limits = limits_of(self._config, geometry, self.pools)
+        self._limits = replace(limits, max_drafts=setting.max_drafts, **loras)
         self.core = Scheduler(policies_from_options(SchedulerConfig(**setting.options)))
-        self.core.add_executor(0, _spec(limits))
+        self.core.add_executor(0, _spec(self._limits))
         places = model.loaded.adapters
         self.adapters = None
         if adapters:
@@ -174,26 +89,9 @@ class Rig:
                 lambda: ModelAdapterLoader(places, most) if ranks is None else ranks.new_loader(most),
             )
 
-        def start() -> StepExecutor:
-            source = drafts
-            layers = state_layers_of(draft_model)
-            runner = ModelRunner(
-                model.loaded.model, model.device, self.pools, limits, state_layers=layers, adapters=places
-            )
-            if speculative is not None:
-                kind = config.model_copy(update={"speculative": speculative})
-                source = make_draft_source(kind, limits, draft_model, model.device, self.pools, runner)
-            elif draft_model is not None:
-                source = source_of(draft_model, limits, model.device, self.pools, runner)
-            loader = None if self.adapters is None else self.adapters.loader
-            if ranks is None:
-                return StepExecutor(runner, self.pools, limits, drafts=source, adapters=loader)
-            leader = ranks.start(config, limits, None if draft_model is None else draft_model.layers)
-            shared = None if source is None else LeaderDrafts(source, leader)
-            return StepExecutor(runner, self.pools, limits, drafts=shared, adapters=loader, ranks=leader)
-
-        self._start = start
-        self.executor = start()
+        self._model, self._ranks = model, ranks
+        self._drafts, self._draft_model, self._speculative = drafts, draft_model, speculative
+        self.executor = self._start()
         self._plans: deque[StepPlan] = deque()
         self._unused: deque[set[int]] = deque()
         """With several KV groups: the pages that nobody holds before and after each of these plans is made."""
@@ -203,6 +101,26 @@ class Rig:
         self._now = 0.0
         self._num_applied = 0
         self._lose_memory()
+
+    def _start(self) -> StepExecutor:
+        """Return an executor with the rig's pools, whose slots are empty."""
+        model, limits, source = self._model, self._limits, self._drafts
+        layers = state_layers_of(self._draft_model)
+        runner = ModelRunner(
+            model.loaded.model, model.device, self.pools, limits, state_layers=layers, adapters=model.loaded.adapters
+        )
+        if self._speculative is not None:
+            kind = self._config.model_copy(update={"speculative": self._speculative})
+            source = make_draft_source(kind, limits, self._draft_model, model.device, self.pools, runner)
+        elif self._draft_model is not None:
+            source = source_of(self._draft_model, limits, model.device, self.pools, runner)
+        loader = None if self.adapters is None else self.adapters.loader
+        if self._ranks is None:
+            return StepExecutor(runner, self.pools, limits, drafts=source, adapters=loader)
+        draft = self._draft_model
+        leader = self._ranks.start(self._config, limits, None if draft is None else draft.layers)
+        shared = None if source is None else LeaderDrafts(source, leader)
+        return StepExecutor(runner, self.pools, limits, drafts=shared, adapters=loader, ranks=leader)
 
     def run(self, chats: Iterable[Chat]) -> Outcome:
         """Let all of them come, and go on until all is reported and nothing is held."""
@@ -375,6 +293,19 @@ def _kind(sequence: Sequence) -> str:
     return "beams" if sequence.is_beam else "samples" if len(sequence.group.sequences) > 1 else "one"
 
 
+def _config(model: Model | RankModel, setting: Setting) -> ExecutorConfig:
+    sizes: dict[str, Any] = {
+        "block_size": setting.block_size,
+        "num_gpu_blocks": setting.num_blocks,
+        "num_cpu_blocks": setting.num_host_blocks,
+        "max_num_seqs": setting.max_num_seqs,
+        "max_num_batched_tokens": setting.max_num_batched_tokens,
+    }
+    if setting.max_drafts:  # the tail of recurrent states holds as many
+        sizes |= {"speculative": "ngram", "num_speculative_tokens": setting.max_drafts}
+    return ExecutorConfig(**{**model.options, **sizes})
+
+
 def _spec(limits: Limits) -> ExecutorSpec:
     return ExecutorSpec(
         block_size=limits.block_size,
@@ -402,10 +333,6 @@ def _named_pages(plan: StepPlan) -> set[int]:
     columns += [table.page_ids for sequence in plan.admitted for table in sequence.group_tables]
     columns += [plan.state_saves.page_ids, *(sequence.state_pages for sequence in plan.admitted)]
     return {page for column in columns for page in column}
-
-
-def _bits(integers: Iterable[int], numbers: Iterable[float]) -> bytes:
-    return array("q", integers).tobytes() + array("d", numbers).tobytes()
 
 
 def _modelled(plan: StepPlan, result: StepResult) -> StepResult:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cadenza_common.plan.sampling import SequenceSampling
 from scheduler_svc.core.types import BeamSpec, RequestSpec
-from tests.helpers.core.core_model import Chat, Setting
+from tests.helpers.core.core_chats import Chat, Setting
 from tests.helpers.core.core_sampling import core_sampling
 
 _MOST_TOKENS = 20

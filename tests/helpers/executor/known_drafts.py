@@ -46,6 +46,10 @@ class KnownDrafts:
     def clear(self) -> None:
         """As in `DraftSource`."""
 
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        return True
+
     def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
         """As in `DraftSource`: sometimes fewer than are allowed."""
         counts, drafts = [], []

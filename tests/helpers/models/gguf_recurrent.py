@@ -25,6 +25,15 @@ _SMALL = (".ssm_a", ".ssm_d", ".ssm_norm.weight", ".shortconv.conv.weight")
 _ATTENTION = ("attention", "full_attention")
 _QWEN = ("qwen35", "qwen35moe", "qwen3next")
 _FACTORS = ("mlp_multipliers", "ssm_multipliers")
+_HEAD = {
+    "mtp.fc": "eh_proj",
+    "mtp.pre_fc_norm_embedding": "enorm",
+    "mtp.pre_fc_norm_hidden": "hnorm",
+    "mtp.norm": "shared_head.norm",
+}
+"""What the converter calls the modules of a head of multi-token prediction in the layer behind the others."""
+HEAD_NAMES = {f"{name}.weight": f"nextn.{name.replace('.', '_')}.weight" for name in _HEAD.values()}
+"""GGUF's names of these, which gguf knows of some architectures only."""
 
 
 def architecture_of(config: dict[str, Any]) -> str | None:
@@ -67,6 +76,10 @@ def write_metadata(writer: Any, config: dict[str, Any], architecture: str) -> No
         size = int(2 * config["intermediate_size"] / 3)
         again("feed_forward_length", -(-size // config["block_multiple_of"]) * config["block_multiple_of"])
     if architecture in _QWEN:
+        if config.get("mtp_num_hidden_layers"):
+            again("block_count", config["num_hidden_layers"] + 1)
+            writer.add_nextn_predict_layers(1)
+            kinds = [*kinds, "full_attention"]
         inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
         _ssm(writer, config["linear_conv_kernel_dim"], inner, config["linear_key_head_dim"],
              config["linear_num_value_heads"], config["linear_num_key_heads"])  # fmt: skip
@@ -84,6 +97,7 @@ def write_metadata(writer: Any, config: dict[str, Any], architecture: str) -> No
     if architecture.startswith("nemotron"):
         wide = "moe_intermediate_size" if architecture.endswith("moe") else "intermediate_size"
         again("attention.head_count_kv", heads)
+        again("rope.dimension_count", config["hidden_size"] // config["num_attention_heads"])  # it has none
         again("feed_forward_length", [config[wide] if kind in ("moe", "mlp") else 0 for kind in kinds])
         inner = config["mamba_num_heads"] * config["mamba_head_dim"]
         _ssm(writer, config["conv_kernel"], inner, config["ssm_state_size"], config["mamba_num_heads"],
@@ -126,6 +140,14 @@ def _write_experts(writer: Any, config: dict[str, Any], architecture: str) -> No
         writer.add_expert_group_count(config["n_group"])
     if architecture == "kimi-linear":
         writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+
+
+def in_layers(name: str, config: dict[str, Any]) -> str:
+    """Return the name of a tensor, that of a head as one of a layer behind the others."""
+    layer, (module, _, kind) = f"model.layers.{config['num_hidden_layers']}", name.rpartition(".")
+    if module in _HEAD:
+        return f"{layer}.{_HEAD[module]}.{kind}"
+    return f"{layer}.{name.removeprefix('mtp.layers.0.')}" if name.startswith("mtp.layers.0.") else name
 
 
 def name_of(name: str, architecture: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from cadenza_common.plan.result import StepResult
 from cadenza_common.serving.slices import SLICE_ITEMS
 from scheduler_svc.convert.admin import block_table_response, watch_response
-from scheduler_svc.plan_loop.ports import SequenceBlockTable, StepRecord
+from scheduler_svc.plan_loop.ports import BlockTableChange, SequenceBlockTable, StepRecord
 
 TABLES = [tuple(range(index, index + 2048)) for index in range(64)]
 
@@ -34,13 +34,15 @@ def test_block_tables_of_a_large_group_are_sent_in_slices() -> None:
 
 
 def test_step_records_with_the_blocks_of_a_large_group_are_sent_in_slices() -> None:
-    changes = [(index, ids, index % 2 == 0) for index, ids in enumerate(TABLES)]
+    changes = [BlockTableChange(index, ids, index % 2 == 0) for index, ids in enumerate(TABLES)]
     records = [StepRecord(step_id, 0, 0, 0, StepResult(step_id), block_changes=changes) for step_id in (1, 2)]
     response, num_slices = counted(watch_response(records, 3, block_tables=True))
     assert num_slices >= 2 * 64 * 2048 / SLICE_ITEMS
     assert ([record.step_id for record in response.records], response.num_dropped) == ([1, 2], 3)
     for record in response.records:
-        assert [(each.sequence_id, tuple(each.appended), each.cleared) for each in record.block_changes] == changes
+        assert [(each.sequence_id, tuple(each.appended), each.cleared) for each in record.block_changes] == [
+            change[:3] for change in changes
+        ]
     without, num_slices = counted(watch_response(records, 0, block_tables=False))
     assert (num_slices, [len(record.block_changes) for record in without.records]) == (1, [0, 0])
 

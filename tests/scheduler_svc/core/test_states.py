@@ -12,6 +12,7 @@ from scheduler_svc.core import kv_groups
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.core.memory.paged_pool import PagedPool
+from scheduler_svc.core.memory.rates import MeasuredRates
 from scheduler_svc.core.policies.policies import Policies
 from scheduler_svc.core.queues.orders import PriorityOrder
 from scheduler_svc.core.types import ExecutorSpec
@@ -322,3 +323,27 @@ def test_a_sequence_that_has_no_room_for_a_copy_comes_without_a_hit() -> None:
     assert hits(bench, "b", (*text, *draw(19, 1)), 1) == 0
     assert hits(bench, "c", draw(40, 2), 2) == 0
     assert hits(bench, "d", (*draw(40, 2), *draw(5, 3)), 2) == 36
+
+
+@pytest.mark.parametrize(("n", "num_prompt", "swaps"), [(1, 57, False), (1, 60, True), (3, 57, False), (3, 60, True)])
+def test_auto_compares_with_the_tokens_behind_the_last_snapshot(
+    n: int, num_prompt: int, swaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """56 tokens have a snapshot; all of them would always cost more than all moves."""
+    policies = Policies(PriorityOrder(), prefix_caching=True, preemption="auto")
+    bench = stateful(policies=policies, num_host_blocks=300, max_num_seqs=4)
+    bench.add("r", draw(num_prompt), 30, n=n, priority=1)
+    for _ in range(5):
+        bench.step(1)
+    sequences = bench.sequences("r")
+    num_moves = 2 * bench.lane.blocks.num_to_swap(sequences)
+    num_tokens = sum(each.num_computed_tokens - (num_prompt - 1) // 4 * 4 for each in sequences)
+    distinct = bench.lane.num_distinct_tokens(sequences)
+    assert n * 4 < num_tokens < n * 9 < distinct
+    # All moves together cost as much as so many tokens: between what is computed again of 57 and of 60 prompt tokens.
+    monkeypatch.setattr(MeasuredRates, "costs", (1000.0, 1000.0 * n * 6.5 / num_moves))
+    bench.add("urgent", draw(20, 1), 5, n=4, priority=0)
+    bench.run(1)
+    assert (bench.lane.counts.num_swap_preemptions > 0) is swaps
+    assert bench.lane.counts.num_preemptions > 0
+    assert [bench.samples["r", index] for index in range(n)] == [bench.known("r", index) for index in range(n)]

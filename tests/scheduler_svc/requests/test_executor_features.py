@@ -30,10 +30,6 @@ def spec(**fields: Any) -> RequestSpec:
         ),
         (spec(beams=BeamSpec(2)), {"gives_candidates": False}, "beam_width", "the executor can do no beam search"),
         (spec(beams=BeamSpec(2)), {"can_copy": False}, "beam_width", "the executor can do no beam search"),
-        (
-            spec(beams=BeamSpec(2)), {"pages_per_state": 3}, "beam_width",
-            "the executor can do no beam search with recurrent states",
-        ),
         (spec(num_samples=2), {"can_fork": False}, "n", "the executor cannot share a prompt's KV blocks among samples"),
         (spec(num_samples=2), {"can_copy": False}, "n", "the executor cannot share a prompt's KV blocks among samples"),
         (

@@ -9,20 +9,21 @@ from executor_svc.cpu.kernels.amx.many_rows import Problem, many_rows, scratch_b
 from executor_svc.cpu.kernels.amx.steps import PAIR_BYTES, SIZE, STEP_BYTES, configure
 from executor_svc.cpu.kernels.codegen import tiles
 from executor_svc.cpu.kernels.codegen.compiled import Code
-from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int
+from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Emitter, Int
 from executor_svc.cpu.kernels.codegen.tiles import TILE_ROWS
 from executor_svc.cpu.kernels.matmul_tiles import Output
-from executor_svc.cpu.kernels.panel_layout import PANEL, coming_panel
+from executor_svc.cpu.kernels.panel_layout import PANEL
 
 
-def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
-    """Add the kernel y = x @ weight.T (+ bias) for bfloat16, written as `out`; returns its name.
+def matmul(code: Code, output: Output) -> str:
+    """Add the kernel y = x @ weight.T (+ bias) for factors of bfloat16; returns its name.
 
     Items: one per ROWS_AT_ONCE rows of x and panel. Arguments: rows, x [rows, K], weight in panels (`panels`),
     y [rows, N], K, N, bias [N] or 0, the number of threads, tiles of x (`row_tiles`), which are read if there are over
-    FEW_ROWS rows, scratch memory of `scratch_bytes` for each thread, and the memory that is prefetched at the end.
+    FEW_ROWS rows, scratch memory of `scratch_bytes` for each thread, `following` and `stride` of `PanelItem.coming`.
     """
-    output = Output("bfloat16", out, with_bias)
+    assert output.factors == "bfloat16"
+    out = output.out
 
     def body(
         emit: Emitter,
@@ -39,19 +40,22 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
         row_tiles: Int,
         scratch: Int,
         following: Int,
+        stride: Int,
     ) -> None:
         upper, both = (few_rows(code, output, halves) for halves in (1, 2))
         config, rest = tiles.scratch(emit, 64), tiles.scratch(emit, STEP_BYTES)
         panels, panel_bytes = (columns + (PANEL - 1)) // PANEL, (inner + 1) // 2 * PAIR_BYTES
 
         def few() -> None:
-            coming = coming_panel(item, num_threads, panels, rows, weight, following, panel_bytes)
-            into, biases = y + item * (PANEL * ITEM_BYTES[out]), bias + item * (PANEL * SIZE)
+            own, place = weight + item * panel_bytes, item + num_threads
+            behind = following + item % num_threads * stride
+            coming = (weight + place * panel_bytes).where(place.less(panels), behind)
+            into, biases = y + item * (PANEL * ITEM_BYTES[out]), bias + item * (PANEL * ITEM_BYTES[output.dtype])
             left = (columns - item * PANEL).least(PANEL)
 
             def call(tile: Callable[..., None]) -> None:
                 strides = (columns * ITEM_BYTES[out], biases, left, rows)
-                tile(emit, x, inner * SIZE, weight + item * panel_bytes, coming, inner, into, *strides)
+                tile(emit, x, inner * SIZE, own, coming, inner, into, *strides)
 
             configure(emit, config, rows)
             emit.when(rows.less(TILE_ROWS + 1), lambda: call(upper))
@@ -66,4 +70,4 @@ def matmul(code: Code, out: Dtype, with_bias: bool) -> str:
         emit.when(rows.less(FEW_ROWS + 1), few)
         emit.when(emit.integer(FEW_ROWS).less(rows), many)
 
-    return code.kernel(f"matmul_amx_{output}", 11, body)
+    return code.kernel(f"matmul_amx_{output}", 12, body)

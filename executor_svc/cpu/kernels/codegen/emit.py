@@ -227,14 +227,19 @@ class Emitter:
         raw.align = ITEM_BYTES[dtype]
         return Vec(self, raw if dtype == "float32" else self.widened(raw))
 
-    def load_row(self, address: Int, dtype: Dtype, vectors: int) -> list[Vec]:
-        """Read consecutive vectors, for `store_row`.
+    def load_row(self, address: Int, dtype: Dtype, vectors: int, order: Dtype | None = None) -> list[Vec]:
+        """Read consecutive vectors, for `store_row`; order: the dtype in whose order they are, None: their own.
 
         In bfloat16 two vectors are the even and the odd numbers of their memory: one operation each instead of two.
         """
-        pairs = vectors // 2 if dtype == "bfloat16" else 0
+        pairs = vectors // 2 if (order or dtype) == "bfloat16" else 0
         found: list[Vec] = []
         for pair in range(pairs):
+            if dtype == "float32":
+                start = address + pair * 2 * LANES * ITEM_BYTES[dtype]
+                both = [self.load(start + which * LANES * ITEM_BYTES[dtype], dtype) for which in range(2)]
+                found += [self._taken(both, range(first, 2 * LANES, 2)) for first in range(2)]
+                continue
             raw = self.builder.load(self.pointer(address + pair * 2 * LANES * ITEM_BYTES[dtype], _VI32))
             raw.align = ITEM_BYTES[dtype]
             bits = (self.builder.shl(raw, every(16)), self.builder.and_(raw, every(0xFFFF0000)))
@@ -242,16 +247,29 @@ class Emitter:
         rest = range(2 * pairs, vectors)
         return found + [self.load(address + which * LANES * ITEM_BYTES[dtype], dtype) for which in rest]
 
-    def store_row(self, row: Sequence[Vec], address: Int, dtype: Dtype) -> None:
-        """Write vectors that are in the order of `load_row`, rounded to nearest even."""
-        pairs = len(row) // 2 if dtype == "bfloat16" else 0
+    def store_row(self, row: Sequence[Vec], address: Int, dtype: Dtype, order: Dtype | None = None) -> None:
+        """Write vectors that are in the order of `load_row`, rounded to nearest even; order: as there."""
+        pairs = len(row) // 2 if (order or dtype) == "bfloat16" else 0
         for pair in range(pairs):
+            if dtype == "float32":
+                both, start = row[2 * pair : 2 * pair + 2], address + pair * 2 * LANES * ITEM_BYTES[dtype]
+                for half in range(2):
+                    lanes = [
+                        which + at for at in range(half * LANES // 2, (half + 1) * LANES // 2) for which in (0, LANES)
+                    ]
+                    self.store(self._taken(both, lanes), start + half * LANES * ITEM_BYTES[dtype], dtype)
+                continue
             low, high = (self.builder.zext(self.narrowed(each), _VI32) for each in row[2 * pair : 2 * pair + 2])
             raw = self.builder.or_(low, self.builder.shl(high, every(16)))
             place = self.pointer(address + pair * 2 * LANES * ITEM_BYTES[dtype], _VI32)
             self.builder.store(raw, place).align = ITEM_BYTES[dtype]
         for which in range(2 * pairs, len(row)):
             self.store(row[which], address + which * LANES * ITEM_BYTES[dtype], dtype)
+
+    def _taken(self, both: Sequence[Vec], lanes: Sequence[int]) -> Vec:
+        """Return a vector of these lanes of two vectors, one behind the other."""
+        first, second = both
+        return Vec(self, self.builder.shuffle_vector(first.value, second.value, ir.Constant(_VI32, list(lanes))))
 
     def load_some(self, address: Int, dtype: Dtype, count: Int) -> Vec:
         """Read `count` numbers, a count known only at run time; it may be negative or more than LANES."""

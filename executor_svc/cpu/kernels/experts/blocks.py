@@ -7,6 +7,7 @@ their number of items from memory (`codegen.team.KernelLaunch.counted_at`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from llvmlite import ir
 
@@ -29,6 +30,17 @@ def most_blocks(num_routed: int, num_experts: int) -> int:
     return min(num_routed, num_experts + num_routed // ROWS_AT_ONCE)
 
 
+def _store(emit: Emitter, value: Int, address: Int) -> None:
+    emit.builder.store(value.value, emit.pointer(address, _I64))
+
+
+def _add(emit: Emitter, address: Int, value: Int | int) -> Int:
+    """Add to an integer in memory; return what it was."""
+    before = emit.load_int(address)
+    _store(emit, before + value, address)
+    return before
+
+
 COUNTS = 3
 """Numbers that `group` writes: of blocks, of routed rows, and of pairs of these."""
 
@@ -46,17 +58,7 @@ def group(code: Code, num_experts: int, num_chosen: int, share: Share) -> str:
         emit: Emitter, _: Int, __: Int, tokens: Int, ids: Int, places: Int, sources: Int, blocks: Int, number: Int,
         firsts: Int,
     ) -> None:  # fmt: skip
-        def store(value: Int, address: Int) -> None:
-            emit.builder.store(value.value, emit.pointer(address, _I64))
-
-        def add(address: Int, value: Int | int) -> Int:
-            """Add to an integer in memory; return what it was."""
-            before = emit.load_int(address)
-            store(before + value, address)
-            return before
-
-        def clear(expert: Int, _: list[Vec]) -> None:
-            store(emit.integer(0), firsts + expert * _WORD)
+        store, add = partial(_store, emit), partial(_add, emit)
 
         def count(choice: Int, _: list[Vec]) -> None:
             add(firsts + emit.load_int(ids + choice * _WORD) * _WORD, 1)
@@ -92,7 +94,7 @@ def group(code: Code, num_experts: int, num_chosen: int, share: Share) -> str:
             store(emit.integer(-1), places + choice * _WORD)
             emit.when((expert % share.size).equals(share.rank), put)
 
-        emit.loop(0, num_experts, 1, clear)
+        emit.loop(0, num_experts, 1, lambda expert, _: store(emit.integer(0), firsts + expert * _WORD))
         emit.loop(0, tokens * num_chosen, 1, count)
         store(emit.integer(0), number)
         store(emit.integer(0), sources)  # until the rows are placed, their number so far
@@ -113,9 +115,7 @@ def head_blocks(code: Code, num_heads: int) -> str:
     """
 
     def body(emit: Emitter, _: Int, __: Int, tokens: Int, blocks: Int, number: Int) -> None:
-        def store(value: Int, address: Int) -> None:
-            emit.builder.store(value.value, emit.pointer(address, _I64))
-
+        store = partial(_store, emit)
         each = (tokens + (ROWS_AT_ONCE - 1)) // ROWS_AT_ONCE
         store(each * num_heads, number)
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from executor_svc.cpu.kernels import activation
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
+from executor_svc.cpu.kernels.dense_launches import widened
 from executor_svc.cpu.kernels.experts.blocks import BLOCK_WORDS, COUNTS, BlockArgument, each_block, group, most_blocks
 from executor_svc.cpu.kernels.experts.choose import choose, scratch_bytes
 from executor_svc.cpu.kernels.experts.combine import combine, spread
 from executor_svc.cpu.kernels.experts.weights import ExpertWeights, StoredExpert
-from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE, Coming
 from executor_svc.cpu.kernels.quantized.files.panels import FilePanels
 from executor_svc.cpu.kernels.tensors import addresses as _addresses
 from executor_svc.cpu.kernels.tensors import dtype_of as _dtype
@@ -86,7 +87,7 @@ class CpuExpertKernels(CpuKernels):
     """Where the items of a launch are counted in memory, by the rows of an item; empty: all rows are there."""
 
     def as_float32(self, x: Tensor) -> Tensor:
-        wide, columns = self._widened(x), x.shape[1]
+        wide, columns = widened(self.host, x, x.dtype), x.shape[1]
         if wide.shape == x.shape:
             return wide
         return self.copy_columns(wide, 0, self._new("as float32", x.shape, torch.float32), 0, columns)
@@ -211,15 +212,17 @@ class CpuExpertKernels(CpuKernels):
         call.advances.append((made, BlockArgument(0, row_bytes=made.nbytes // rows)))
         return made[: call.num_rows]
 
-    def _launch_product(self, launch: KernelLaunch, count: int, weight: int) -> None:
+    def _launch_product(self, launch: KernelLaunch, count: int, coming: Coming) -> None:
         if self._call is None:
-            super()._launch_product(launch, count, weight)
+            super()._launch_product(launch, count, coming)
             return
         if self._recording is not None:
             self._recording.announce(None)
         weights = self._call.weights
-        following = BlockArgument(weight, by_next_expert=weights.table(weight))
-        self._each_block(self._call, launch, [following], weights.file_at(weight))
+        launch = replace(launch, arguments=(*launch.arguments, *coming))
+        following = BlockArgument(coming.address, by_next_expert=weights.table(coming.address))
+        last = [following, BlockArgument(coming.stride)]
+        self._each_block(self._call, launch, last, weights.file_at(coming.address))
 
     def _launch(self, launch: KernelLaunch, count: int) -> None:
         if self._call is None:
@@ -236,7 +239,7 @@ class CpuExpertKernels(CpuKernels):
         last: list[BlockArgument],
         in_file: tuple[FilePanels, int] | None = None,
     ) -> None:
-        """Launch a kernel for each block; last: its last argument, if it is made otherwise than the others.
+        """Launch a kernel for each block; last: its last arguments, if they are made otherwise than the others.
 
         in_file: as of `ExpertWeights.file_at`, of the weight of a product.
         """

@@ -43,14 +43,14 @@ def _row_bytes(shape: AttentionShape) -> int:
     return (shape.padded_head_size + padded_latent(shape.latent) + _PIECE + 3 * LANES) * _FLOAT
 
 
-def latent_attention(code: Code, dtype: Dtype, shape: AttentionShape, block_size: int) -> str:
-    """Add the kernel; returns its name.
+def latent_attention(code: Code, dtypes: tuple[Dtype, Dtype], shape: AttentionShape, block_size: int) -> str:
+    """Add the kernel; returns its name. dtypes: of queries and out, and of the cache.
 
     Items: one for each query tile and some heads. Arguments: items, absorbed queries [H * T, LP] by head, the rotated
     columns of queries of head 0, the bytes from one token of these to the next and from one head, kv_layer, the bytes
     from one of its blocks to the next, out [H * T, LP] by head, the table of `CpuAttentionPlan`.
     """
-    return _LatentKernel(code, dtype, shape, block_size).add()
+    return _LatentKernel(code, dtypes, shape, block_size).add()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +79,20 @@ class _Tile:
 
 
 class _LatentKernel:
-    def __init__(self, code: Code, dtype: Dtype, shape: AttentionShape, block_size: int) -> None:
+    def __init__(self, code: Code, dtypes: tuple[Dtype, Dtype], shape: AttentionShape, block_size: int) -> None:
         assert shape.latent is not None
-        self._code, self._dtype, self._shape, self._block = code, dtype, shape, block_size
-        self._size, self._width = ITEM_BYTES[dtype], shape.padded_head_size
+        self._code, self._shape, self._block, self._width = code, shape, block_size, shape.padded_head_size
+        self._dtype, self._kv_dtype = dtypes
+        self._size, self._kv_size = (ITEM_BYTES[each] for each in dtypes)
         self._latent, self._rope = padded_latent(shape.latent), shape.head_size - shape.latent
-        self._row_bytes = self._width * self._size
+        self._row_bytes = self._width * self._kv_size
         wide = code.isa.has("avx512f")
         self._rows = 4 if wide else 2
         """Rows whose sums are in registers together."""
         self._keys = min(4 if wide else 2, block_size)
         self._vectors = 4 if wide else 2
         sizes = f"{shape.num_heads}_{shape.latent}_{self._rope}_{block_size}_{shape.scale}"
-        self._name = f"latent_attention_{dtype}_{sizes}"
+        self._name = f"latent_attention_{'_'.join(dict.fromkeys(dtypes))}_{sizes}"
 
     def add(self) -> str:
         return self._code.kernel(self._name, 9, self._item)
@@ -141,7 +142,7 @@ class _LatentKernel:
             source = absorbed + ((tile.head + index) * tile.num_tokens + tile.row + token) * (self._latent * size)
 
             def some(at: Int, vectors: int) -> None:
-                for which, each in enumerate(emit.load_row(source + at * size, self._dtype, vectors)):
+                for which, each in enumerate(emit.load_row(source + at * size, self._dtype, vectors, self._kv_dtype)):
                     emit.store(each * scale, into + (at + which * LANES) * _FLOAT, "float32")
 
             self._each_pair(emit, self._latent, some)
@@ -215,7 +216,7 @@ class _LatentKernel:
 
         def some(vectors: int) -> Callable[[Int, list[Vec]], list[Vec]]:
             def run(at: Int, sums: list[Vec]) -> list[Vec]:
-                return add([emit.load_row(key + at * self._size, self._dtype, vectors) for key in keys], at, sums)
+                return add([emit.load_row(key + at * self._kv_size, self._kv_dtype, vectors) for key in keys], at, sums)
 
             return run
 
@@ -283,7 +284,7 @@ class _LatentKernel:
         step, rest = self._vectors, vectors % self._vectors
 
         def some(at: Int, number: int) -> None:
-            column = keys + at * self._size
+            column = keys + at * self._kv_size
             given = weights, factors, sums + at * _FLOAT, blocks, column, stride, count
             self._values_helper(rows, number)(emit, *given)
 
@@ -309,7 +310,7 @@ class _LatentKernel:
                 first = index * block
 
                 def key(at: Int, totals: list[Vec]) -> list[Vec]:
-                    value = emit.load_row(values + at * row_bytes, self._dtype, vectors)
+                    value = emit.load_row(values + at * row_bytes, self._kv_dtype, vectors)
                     place = weights + (first + at) * _FLOAT
                     found = iter(totals)
                     added: list[Vec] = []
@@ -339,7 +340,7 @@ class _LatentKernel:
                 found = [
                     emit.load(sums + (at + which * LANES) * _FLOAT, "float32") * inverse for which in range(vectors)
                 ]
-                emit.store_row(found, into + at * self._size, self._dtype)
+                emit.store_row(found, into + at * self._size, self._dtype, self._kv_dtype)
 
             self._each_pair(emit, self._latent, some)
 

@@ -47,6 +47,7 @@ class CpuHeadLinear:
         self.num_heads, self.out_features, self.in_features = weight.shape
         self.padded_in, self.padded_out = padded_latent(self.in_features), padded_latent(self.out_features)
         each = -(-self.padded_out // PANEL)
+        weight = weight.to(kernels.matrix_dtype or weight.dtype)
         panels = new_panels(self.num_heads * each * PANEL, self.padded_in, weight.dtype)
         missing = self.padded_in - self.in_features
         for head, rows_of_head in enumerate(weight):
@@ -99,7 +100,7 @@ class CpuLatentKernels(CpuExpertKernels):
     ) -> None:
         assert isinstance(plan, CpuAttentionPlan)
         assert scales is None, "there is no cache in fp8 here"
-        kinds = _dtype(kv), _dtype(norm), shape, _dtype(rope.cos)
+        kinds = (_dtype(kv), _dtype(kv_layer)), _dtype(norm), shape, _dtype(rope.cos)
         kernel = rows.write_latents(self.code, *kinds, kv_layer.shape[3], eps)
         first, stride, _ = cache_arguments(kv_layer)
         arguments = (*_columns(kv), *_addresses(norm, rope.cos, rope.sin, rope.rows))
@@ -125,7 +126,7 @@ class CpuLatentKernels(CpuExpertKernels):
         routes = self._head_routes(len(q), shape.num_heads)
         absorbed = absorb(self._split(q, rope, heads), routes)
         found = self._new("attended latents", tuple(absorbed.shape), q.dtype)
-        kernel = latent_attention(self.code, _dtype(q), shape, kv_layer.shape[3])
+        kernel = latent_attention(self.code, (_dtype(q), _dtype(kv_layer)), shape, kv_layer.shape[3])
         size, (first, stride, _) = q.element_size(), cache_arguments(kv_layer)
         rotated = q.data_ptr() + heads.first * size, q.stride(0) * size, heads.all * size
         arguments = (absorbed.data_ptr(), *rotated, first, stride, found.data_ptr(), plan.table[table].ctypes.data)

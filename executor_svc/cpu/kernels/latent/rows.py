@@ -20,15 +20,24 @@ ROWS_AT_ONCE = 4
 
 
 def write_latents(
-    code: Code, dtype: Dtype, norm_dtype: Dtype, shape: AttentionShape, angle_dtype: Dtype, block_size: int, eps: float
+    code: Code,
+    dtypes: tuple[Dtype, Dtype],
+    norm_dtype: Dtype,
+    shape: AttentionShape,
+    angle_dtype: Dtype,
+    block_size: int,
+    eps: float,
 ) -> str:
     """Add the kernel that normalizes latents, rotates keys, and writes both to the cache; returns its name.
+
+    dtypes: of kv, and of the cache.
 
     Items: one for each ROWS_AT_ONCE rows. Arguments: rows, kv, the bytes from one of its rows to the next, norm [L],
     cos and sin, angle_rows, slots as of `rope.rope_write_kv`, kv_layer, the bytes from one of its blocks to the next.
     """
     assert shape.latent is not None
-    size, latent, width = ITEM_BYTES[dtype], shape.latent, shape.padded_head_size
+    (dtype, kept), latent, width = dtypes, shape.latent, shape.padded_head_size
+    size, kept_size = ITEM_BYTES[dtype], ITEM_BYTES[kept]
     rotation = Rotation(shape.head_size - latent, angle_dtype)
     keys, angle_bytes = padded_latent(latent), rotation.size * ITEM_BYTES[angle_dtype]
 
@@ -38,21 +47,21 @@ def write_latents(
     ) -> None:  # fmt: skip
         def row(index: Int, _: list[Vec]) -> None:
             source, slot = kv + index * stride, emit.load_int(slots + index * 8)
-            into = kv_layer + slot // block_size * block_stride + slot % block_size * (width * size)
+            into = kv_layer + slot // block_size * block_stride + slot % block_size * (width * kept_size)
             angles, key = emit.load_int(angle_rows + index * 8) * angle_bytes, source + latent * size
             rotate_columns(emit, key, cos + angles, sin + angles, rotation, dtype)
             for first in (keys - LANES, *range(keys, width, LANES)):  # what is not written below is 0
-                emit.store(emit.vec(0.0), into + first * size, dtype)
-            normalize(emit, source, into, norm, dtype, norm_dtype, latent, eps)
+                emit.store(emit.vec(0.0), into + first * kept_size, kept)
+            normalize(emit, source, into, norm, dtype, norm_dtype, latent, eps, out=kept)
             for offset, count in pieces(rotation.size):
                 number = emit.load(key + offset * size, dtype, count)
-                emit.store(number, into + (keys + offset) * size, dtype, count)
+                emit.store(number, into + (keys + offset) * kept_size, kept, count)
 
         first = item * ROWS_AT_ONCE
         emit.loop(first, rows.least(first + ROWS_AT_ONCE), 1, row)
 
     sizes = f"{latent}_{rotation.size}_{width}_{block_size}_{eps}"
-    return code.kernel(f"write_latents_{dtype}_{norm_dtype}_{angle_dtype}_{sizes}", 10, body)
+    return code.kernel(f"write_latents_{dtype}_{kept}_{norm_dtype}_{angle_dtype}_{sizes}", 10, body)
 
 
 @dataclass(frozen=True, slots=True)

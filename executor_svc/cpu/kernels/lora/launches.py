@@ -11,13 +11,13 @@ from torch import Tensor
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import LANES
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
+from executor_svc.cpu.kernels.dense_launches import DTYPES
 from executor_svc.cpu.kernels.lora.expand import expand
 from executor_svc.cpu.kernels.lora.places import CpuAdapterPlaces, CpuEmbeddingPlaces
 from executor_svc.cpu.kernels.lora.rows import TILE_ROWS, CpuAdapterRows
 from executor_svc.cpu.kernels.lora.shrink import HALVES, shrink
 from executor_svc.cpu.kernels.lora.tables import replace_rows, replaced_columns, take_sums
 from executor_svc.cpu.kernels.matmul_tiles import Output
-from executor_svc.cpu.kernels.quantized.launches import DTYPES
 from executor_svc.cpu.kernels.workspace import Workspace
 
 

@@ -16,7 +16,7 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.matmul_tiles import Shape, dot, has_pairs, load_pair
-from executor_svc.cpu.kernels.panel_layout import PANEL
+from executor_svc.cpu.kernels.panel_layout import PANEL, prefetched
 from executor_svc.cpu.kernels.quantized.code_values import CodeValues
 from executor_svc.cpu.kernels.quantized.layout import STEP, PackedLayout
 
@@ -136,7 +136,6 @@ class FewRows:
         layout = self._layout
         count, head_bytes = layout.steps_per_block, layout.head_bytes
         first = index * count
-        emit.prefetch(coming, head_bytes, level=2)
         nothing = [emit.vec(0.0)] * len(self._places)
         if not layout.planes["scales"].in_head:
 
@@ -181,7 +180,7 @@ class FewRows:
     ) -> list[Vec]:
         """Add the products of columns of a step."""
         if coming is not None:
-            emit.prefetch(coming, self._layout.step_bytes, level=2)
+            emit.prefetch(coming, prefetched(self._shape.rows, self._layout.step_bytes), level=2)
         self._values.start_step()
         offset = index * (STEP * self._x_bytes)
         places = [start + offset for start in self._x]

@@ -18,8 +18,9 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa
 from executor_svc.cpu.kernels.matmul_tiles import Output
-from executor_svc.cpu.kernels.panel_layout import PANEL, coming_panel, panel_item
+from executor_svc.cpu.kernels.panel_layout import PANEL, panel_item, prefetched
 from executor_svc.cpu.kernels.quantized.few_rows import format_key
+from executor_svc.cpu.kernels.quantized.int8_chunks import ChunkProduct, goes_by_chunks
 from executor_svc.cpu.kernels.quantized.int8_codes import PanelStep
 from executor_svc.cpu.kernels.quantized.int8_steps import StepEmitter, Totals
 from executor_svc.cpu.kernels.quantized.int8_tiles import TileProduct, TileScratch, rows_through_tiles
@@ -44,7 +45,8 @@ def tiles_of(isa: Isa) -> tuple[ProductTile, ...]:
     """Return the tiles of a level, most rows first."""
     if isa.has("avx512f"):
         return ProductTile(6, 2, False), ProductTile(4, 2, False), ProductTile(2, 2, False), ProductTile(1, 2, False)
-    return ProductTile(4, 2, True), ProductTile(2, 2, True), ProductTile(1, 2, False)
+    # One row reads a panel's lines in their order, not each second one: memory sets its pace.
+    return ProductTile(4, 2, True), ProductTile(2, 2, True), ProductTile(1, 4, False)
 
 
 def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Output) -> str:
@@ -52,25 +54,26 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
 
     Items: as `panel_item` has them. Arguments: rows, x, packed weight, y, bytes from a row of y to the next, columns of
     y that the weight has, bias or 0, blocks of a row, steps of a block, blocks of rows of x or 0 (`row_steps`), scratch
-    memory of all threads or 0 (`scratch_bytes`), `ahead` and `following` of `coming_panel`.
+    memory of all threads or 0 (`scratch_bytes`), `streams` of `panel_item`, `following` and `stride` of
+    `PanelItem.coming`.
     """
     name = f"{format_key(layout)}_{steps}_{output}"
 
     def body(emit: Emitter, item: Int, thread: Int, rows: Int, x: Int, weight: Int, y: Int, *rest: Int) -> None:
-        y_stride, columns, bias, blocks, block_steps, row_blocks, scratch, ahead, following = rest
+        y_stride, columns, bias, blocks, block_steps, row_blocks, scratch, streams, following, stride = rest
         shapes = tiles_of(code.isa)
-        work = panel_item(item, rows, columns)
+        work = panel_item(item, rows, columns, streams)
         x_stride = blocks * block_steps * steps.step_bytes
         panel_bytes = blocks * (block_steps * layout.step_bytes + layout.head_bytes)
         weights = weight + work.panel * panel_bytes
-        coming = coming_panel(item, ahead, work.panels, rows, weight, following, panel_bytes)
+        coming = work.coming(weights, panel_bytes, following, stride)
         into = y + work.first * y_stride + work.panel * (PANEL * ITEM_BYTES[output.out])
         biases = bias + work.panel * (PANEL * ITEM_BYTES[output.dtype])
 
         start, tiled = x + work.first * x_stride, emit.integer(0)
         if steps.tiled:
             tiled = rows_through_tiles(work.here, layout, steps)
-            own = scratch + thread * scratch_bytes(layout, steps)
+            own = scratch + thread * scratch_bytes(code, layout, steps)
 
             def through_tiles() -> None:
                 product = TileProduct(code, layout, steps)
@@ -78,6 +81,16 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
                 finish(code, output)(emit, own, tiled, into, y_stride, biases, work.left)
 
             emit.when(emit.integer(0).less(tiled), through_tiles)
+        elif goes_by_chunks(code.isa, layout, steps):
+            by_chunks = ChunkProduct(code, layout, steps)
+            tiled = by_chunks.rows(work.here)
+            own = scratch + thread * scratch_bytes(code, layout, steps)
+
+            def through_chunks() -> None:
+                by_chunks.run(emit, tiled, start, weights, coming, blocks * block_steps, own)
+                finish(code, output)(emit, own, tiled, into, y_stride, biases, work.left)
+
+            emit.when(emit.integer(0).less(tiled), through_chunks)
 
         def run(whole: bool) -> None:
             at = tiled
@@ -97,11 +110,13 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
         emit.when(work.left.equals(PANEL), lambda: run(True))
         emit.when(work.left.less(PANEL), lambda: run(False))
 
-    return code.kernel(f"int8_product_{name}", 13, body)
+    return code.kernel(f"int8_product_{name}", 14, body)
 
 
-def scratch_bytes(layout: PackedLayout, steps: RowSteps) -> int:
+def scratch_bytes(code: Code, layout: PackedLayout, steps: RowSteps) -> int:
     """Return the bytes of scratch memory of a thread."""
+    if goes_by_chunks(code.isa, layout, steps):
+        return ChunkProduct(code, layout, steps).chunk.num_bytes
     return TileScratch(layout).num_bytes if steps.tiled else 0
 
 
@@ -110,9 +125,8 @@ def _tile(
 ) -> Callable[..., None]:
     """Add a helper that computes `shape.rows` rows of one panel; returns a function that emits a call.
 
-    Its arguments: x, and the bytes from a row to the next; a panel, and the one that this thread will probably need
-    next; blocks of a row, and steps of a block; y, and the bytes from a row to the next; the bias; the columns that a
-    panel which is not whole writes.
+    Its arguments: x, and the bytes from a row to the next; a panel, and `PanelItem.coming`; blocks of a row, and steps
+    of a block; y, and the bytes from a row to the next; the bias; the columns that a panel which is not whole writes.
     """
 
     def body(emit: Emitter, x: Int, x_stride: Int, *rest: Int) -> None:
@@ -122,7 +136,9 @@ def _tile(
         memory = frame.scratch(emit, 4 * PANEL * shape.rows) if shape.in_memory else None
         for first in range(0, PANEL // vectors.lanes, shape.vectors):
             which = range(first, first + shape.vectors)
-            chain = _Chain(vectors, StepEmitter(vectors, code.isa, layout, steps, which), layout, steps, memory)
+            chain = _Chain(
+                vectors, StepEmitter(vectors, code.isa, layout, steps, which), layout, steps, memory, shape.rows
+            )
             totals = chain.run(starts, weight, coming, blocks, block_steps, shape.rows * len(which))
             for row in range(shape.rows):
                 own = totals[row * len(which) : (row + 1) * len(which)]
@@ -136,7 +152,13 @@ class _Chain:
     """Emits the loops of a tile over a panel's blocks and their steps."""
 
     def __init__(
-        self, vectors: Vectors, step: StepEmitter, layout: PackedLayout, steps: RowSteps, memory: Int | None
+        self,
+        vectors: Vectors,
+        step: StepEmitter,
+        layout: PackedLayout,
+        steps: RowSteps,
+        memory: Int | None,
+        rows: int,
     ) -> None:
         self._vectors = vectors
         self._emit = vectors.emit
@@ -144,6 +166,7 @@ class _Chain:
         self._layout = layout
         self._steps = steps
         self._memory = memory
+        self._prefetched = prefetched(rows, layout.step_bytes)
 
     def run(self, rows: list[Int], weight: Int, coming: Int, blocks: Int, block_steps: Int, count: int) -> list[Any]:
         """Return the totals of a tile that has so many."""
@@ -153,17 +176,19 @@ class _Chain:
         def place(block: Int, step: Int) -> PanelStep:
             head = weight + block * block_bytes
             at = step * layout.step_bytes + layout.head_bytes
-            self._emit.prefetch(coming + block * block_bytes + at, layout.step_bytes, level=2)
+            self._emit.prefetch(coming + block * block_bytes + at, self._prefetched, level=2)
             offset = (block * block_steps + step) * self._steps.step_bytes
             return PanelStep(head, head + at, [row + offset for row in rows])
 
-        totals = Totals(self._vectors, [self._vectors.every_float(0.0)] * count, self._memory)
+        places = None
+        if self._memory is not None:
+            places = [self._memory + which * 4 * self._vectors.lanes for which in range(count)]
+        totals = Totals(self._vectors, [self._vectors.every_float(0.0)] * count, places)
         if self._memory is not None:
             for which in range(count):
                 totals.put(which, self._vectors.every_float(0.0))
 
         def each_block(block: Int) -> None:
-            self._emit.prefetch(coming + block * block_bytes, layout.head_bytes, level=2)
             if self._steps.whole_row:
                 self._whole_block(place, block, block_steps, totals)
             elif not layout.whole_row and layout.steps_per_block == 1:

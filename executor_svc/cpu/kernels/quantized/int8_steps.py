@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from executor_svc.cpu.kernels.codegen.emit import Int
 from executor_svc.cpu.kernels.codegen.isa import Isa
@@ -54,25 +54,34 @@ def _has_tiles(isa: Isa, layout: PackedLayout, whole_row: bool) -> bool:
 class Totals:
     """The floats that become elements of the result: in registers, or in memory where those are too few."""
 
-    def __init__(self, vectors: Vectors, values: list[Any], memory: Int | None) -> None:
-        """memory: has the values then, one after the other."""
+    def __init__(self, vectors: Vectors, values: list[Any], places: Sequence[Int] | None) -> None:
+        """places: where the values are then."""
         self.values = list(values)
         self._vectors = vectors
-        self._memory = memory
+        self._places = places
 
     def get(self, which: int) -> Any:
-        if self._memory is None:
+        if self._places is None:
             return self.values[which]
-        return self._vectors.load(self._address(self._memory, which), self._vectors.floats)
+        return self._vectors.load(self._places[which], self._vectors.floats)
 
     def put(self, which: int, value: Any) -> None:
-        if self._memory is None:
+        if self._places is None:
             self.values[which] = value
         else:
-            self._vectors.store(value, self._address(self._memory, which))
+            self._vectors.store(value, self._places[which])
 
-    def _address(self, memory: Int, which: int) -> Int:
-        return memory + which * 4 * self._vectors.lanes
+
+class StepCodes(Protocol):
+    """Emits the loads of a step's numbers, as `PanelCodes` does."""
+
+    def words(self, place: PanelStep, word: int, at: int) -> tuple[Any, Any]: ...
+
+    def codes(self, words: tuple[Any, Any], word: int, part: int) -> Any: ...
+
+    def numbers(self, place: PanelStep, name: str, group: int, at: int) -> Any: ...
+
+    def zero_points(self, place: PanelStep, group: int, at: int) -> Any: ...
 
 
 class StepEmitter:
@@ -81,8 +90,16 @@ class StepEmitter:
     Sums and totals are in the order of rows, and of vectors within a row.
     """
 
-    def __init__(self, vectors: Vectors, isa: Isa, layout: PackedLayout, steps: RowSteps, which: range) -> None:
-        """which: the vectors of the panel that the tile computes."""
+    def __init__(
+        self,
+        vectors: Vectors,
+        isa: Isa,
+        layout: PackedLayout,
+        steps: RowSteps,
+        which: range,
+        codes: StepCodes | None = None,
+    ) -> None:
+        """which: the vectors of the panel that the tile computes; codes: None: those of a packed panel."""
         self._vectors = vectors
         self._builder = vectors.emit.builder
         self._layout = layout
@@ -90,7 +107,7 @@ class StepEmitter:
         self._steps = steps
         self._which = which
         self._how: Method = method(isa, most_code(layout.kind))
-        self._codes = PanelCodes(vectors, layout, self._how)
+        self._codes: StepCodes = codes or PanelCodes(vectors, layout, self._how)
 
     def starts(self, place: PanelStep, group: int) -> list[Callable[[], Any]]:
         """Return functions that emit the initial values of a group's sums: minus the zero point times the sum of x."""

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Dtype
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.codegen.tiles import TILE_ROWS
+from executor_svc.cpu.kernels.dense_launches import DTYPES, Host, RowForms, launch_product, row_forms
 from executor_svc.cpu.kernels.matmul_tiles import Output, has_pairs
-from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import ROWS_AT_ONCE, coming_of
 from executor_svc.cpu.kernels.quantized import int8_product, products, rows_of_x
 from executor_svc.cpu.kernels.quantized.files.panels import FilePanels
 from executor_svc.cpu.kernels.quantized.layout import STEP, PackedLayout
 from executor_svc.cpu.kernels.quantized.row_steps import RowSteps, quantize_rows, row_items
-
-DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+from executor_svc.cpu.kernels.rows import arrange
+from executor_svc.device.kernels import GatedActivation
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,58 +41,55 @@ class PackedWeightPart:
 
 @dataclass(frozen=True, slots=True)
 class DensePart:
-    """Rows of a weight in panels of the model's dtype."""
+    """Rows of a weight in panels of the model's dtype, or of bfloat16 in a model of float32."""
 
     panels: Tensor
     rows: int
     file: FilePanels | None = None
     """As of `PackedWeightPart`."""
+    file_dtype: torch.dtype | None = None
+    """Of its numbers, where they are in a file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.file_dtype or self.panels.dtype
 
 
 Part = PackedWeightPart | DensePart
 
 
-@dataclass(frozen=True, slots=True)
-class RowForms:
-    """Rows of x in the forms in which dense products read them."""
-
-    x: Tensor
-    """[T, K]"""
-    factors: Tensor
-    """x, or floats where a level has no products of bfloat16."""
-    tiles: Tensor | None
-    """Where a level has tiles: those of many rows (`amx.row_tiles`)."""
+def part_streams(part: Part, num_threads: int) -> int:
+    """Return the streams of a part's panels: one where each is made of a file for the item with its number."""
+    return num_threads if part.file is None else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """What launches need of `CpuKernels`."""
-
-    code: Code
-    num_threads: int
-    new: Callable[[str, tuple[int, ...], torch.dtype], Tensor]
-    """Returns memory for a result, by its name, shape and dtype."""
-    launch: Callable[[KernelLaunch, int], None]
-    """Runs or records a launch, for so many rows."""
-    launch_product: Callable[[KernelLaunch, int, int], None]
-    """As `launch`, for a product with the weight at this address, which the product before it prefetches."""
-    scratch: Callable[[int], Tensor]
-    """Returns memory of at least so many bytes for each thread, which the next launch may overwrite."""
-    row_forms: Callable[[Tensor], RowForms]
-    """Returns rows as dense products read them."""
-    product: Callable[[RowForms, Tensor, Tensor | None, Tensor], None]
-    """Launches y = x @ weight.T + bias, from rows of x, a weight in panels, bias and y."""
+def may_be_gated(parts: Sequence[Part]) -> bool:
+    """Return whether a linear reads rows as int8 numbers alone, in their order: it can make them of gate and up."""
+    return all(
+        isinstance(part, PackedWeightPart) and part.int8 is not None and part.order is None and not part.int8.whole_row
+        for part in parts
+    )
 
 
 class PartLaunches:
     """One call of a linear: rows of x in the forms that its parts need are made once each."""
 
-    def __init__(self, host: Host, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    def __init__(
+        self,
+        host: Host,
+        x: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        activation: GatedActivation | None = None,
+    ) -> None:
+        """activation: x has gate and up, of which it makes the rows; for parts that `may_be_gated` alone."""
+        self._activation = activation
         self._host, self._x, self._bias, self._y = host, x, bias, y
         self._dtype = DTYPES[x.dtype]
         self._arranged: dict[tuple[int, Dtype, int], Tensor] = {}
         self._int8_rows: dict[tuple[RowSteps, int], tuple[Tensor, Tensor | None]] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}
+        self._forms: dict[torch.dtype, RowForms] = {}
 
     def run(self, parts: Sequence[Part]) -> None:
         """Launch all parts, which compute the columns of y in this order."""
@@ -118,28 +114,26 @@ class PartLaunches:
         sizes = (layout.steps, part.rows, y.shape[1])
         places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
         arguments = (*places, *sizes, self._bias_at(first), sums, scratch.data_ptr())
-        self._product(kernel, arguments, part.packed)
+        self._product(kernel, arguments, part)
 
     def _int8(self, part: PackedWeightPart, steps: RowSteps, first: int) -> None:
         host, layout, y = self._host, part.layout, self._y
         output = Output(self._dtype, DTYPES[y.dtype], self._bias is not None)
         kernel = int8_product.int8_product(host.code, layout, steps, output)
         x, by_blocks = self._quantize(layout.columns, steps, part.order)
-        num_bytes = int8_product.scratch_bytes(layout, steps)
+        num_bytes = int8_product.scratch_bytes(host.code, layout, steps)
         scratch = host.scratch(num_bytes).data_ptr() if num_bytes else 0
         places = (x.data_ptr(), part.packed.data_ptr(), y.data_ptr() + first * y.element_size())
         sizes = (y.shape[1] * y.element_size(), part.rows)
         blocks = (layout.num_blocks, layout.steps_per_block)
         beside = (0 if by_blocks is None else by_blocks.data_ptr(), scratch)
-        self._product(kernel, (*places, *sizes, self._bias_at(first), *blocks, *beside), part.packed)
+        self._product(kernel, (*places, *sizes, self._bias_at(first), *blocks, *beside), part)
 
-    def _product(self, kernel: str, arguments: tuple[int, ...], panels: Tensor) -> None:
-        """Launch a product; `coming_panel` has its last arguments, the weight itself until another one follows."""
-        weight, host = panels.data_ptr(), self._host
-        arguments = (*arguments, host.num_threads, weight)
-        host.launch_product(
-            KernelLaunch(kernel, "rows", ROWS_AT_ONCE, len(panels), arguments), self._x.shape[0], weight
-        )
+    def _product(self, kernel: str, arguments: tuple[int, ...], part: PackedWeightPart) -> None:
+        """Launch a product with a part in panels."""
+        streams, panels = part_streams(part, self._host.num_threads), part.packed
+        launch = KernelLaunch(kernel, "rows", ROWS_AT_ONCE, len(panels), (*arguments, streams))
+        self._host.launch_product(launch, self._x.shape[0], coming_of(panels, streams))
 
     def _quantize(self, columns: int, steps: RowSteps, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8, and by blocks for tiles."""
@@ -152,7 +146,7 @@ class PartLaunches:
             if steps.tiled:
                 shape = (-(-rows // TILE_ROWS), steps.block_bytes(columns))
                 by_blocks = host.new(f"int8_blocks_{name}", shape, torch.uint8)
-            kernel = quantize_rows(host.code, self._dtype, steps)
+            kernel = quantize_rows(host.code, self._dtype, steps, self._activation)
             arguments = (x.data_ptr(), y.data_ptr(), columns, 0 if by_blocks is None else by_blocks.data_ptr())
             items = steps.rows_of_item, row_items(steps, columns)
             host.launch(KernelLaunch(kernel, "rows", *items, arguments), x.shape[0])
@@ -164,16 +158,18 @@ class PartLaunches:
         alone = part.rows == y.shape[1]
         into = y if alone else host.new(f"part_{first}_{part.rows}", (x.shape[0], part.rows), y.dtype)
         bias = None if self._bias is None else self._bias[first : first + part.rows]
-        host.product(self._row_forms, part.panels, bias, into)
+        streams = part_streams(part, host.num_threads)
+        launch_product(host, self._row_forms(part.dtype), part.panels, bias, into, streams)
         if not alone:
             target = y.data_ptr() + first * y.element_size()
             copied = (into.data_ptr(), target, part.rows, y.shape[1])
             kernel = rows_of_x.place_columns(host.code, DTYPES[y.dtype])
             host.launch(KernelLaunch(kernel, "rows", 1, 1, copied), x.shape[0])
 
-    @cached_property
-    def _row_forms(self) -> RowForms:
-        return self._host.row_forms(self._x)
+    def _row_forms(self, dtype: torch.dtype) -> RowForms:
+        if dtype not in self._forms:
+            self._forms[dtype] = row_forms(self._host, self._x, dtype)
+        return self._forms[dtype]
 
     def _bias_at(self, first: int) -> int:
         return 0 if self._bias is None else self._bias.data_ptr() + first * self._bias.element_size()
@@ -197,7 +193,7 @@ class PartLaunches:
         host, x = self._host, self._x
         dtype = torch.float32 if out == "float32" else x.dtype
         y = host.new(f"arranged_{len(self._arranged)}_{wide}", (x.shape[0], wide), dtype)
-        kernel = rows_of_x.arrange(host.code, self._dtype, out, order is not None)
+        kernel = arrange(host.code, self._dtype, out, order is not None)
         places = (x.data_ptr(), y.data_ptr(), 0 if order is None else order.data_ptr())
         host.launch(KernelLaunch(kernel, "rows", 1, 1, (*places, x.shape[1], wide)), x.shape[0])
         return y

@@ -11,7 +11,7 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int
 from executor_svc.cpu.kernels.matmul import split_rows
 from executor_svc.cpu.kernels.matmul_tiles import Output, has_pairs
-from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, coming_panel, panel_item
+from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, panel_item
 from executor_svc.cpu.kernels.quantized.code_values import CodeValues
 from executor_svc.cpu.kernels.quantized.few_rows import TOTALS_BYTES, FewRows, TileArguments, few_row_shapes, format_key
 from executor_svc.cpu.kernels.quantized.layout import STEP, PackedLayout
@@ -39,12 +39,12 @@ def scratch_bytes(code: Code, layout: PackedLayout, dtype: Dtype) -> int:
 def product(code: Code, layout: PackedLayout, output: Output) -> str:
     """Add the kernel; returns its name.
 
-    Items: as `panel_item` has them. Arguments: rows; x [rows, steps * 32], as `rows_of_x` leaves it;
+    Items: as `panel_item` has them. Arguments: rows; x [rows, steps * 32], as `rows.arrange` leaves it;
     the packed panels; y, its first column that this weight computes; the steps of a row; the columns that it computes;
     the distance of rows of y in columns; bias or 0; sums of x [rows, groups] or 0; scratch memory of all threads;
-    `ahead` and `following` of `coming_panel`.
+    `streams` of `panel_item`, `following` and `stride` of `PanelItem.coming`.
     """
-    return code.kernel(f"quantized_{format_key(layout)}_{output}", 12, _Product(code, layout, output).body)
+    return code.kernel(f"quantized_{format_key(layout)}_{output}", 13, _Product(code, layout, output).body)
 
 
 class _Product:
@@ -69,15 +69,16 @@ class _Product:
         bias: Int,
         sums: Int,
         scratch: Int,
-        ahead: Int,
+        streams: Int,
         following: Int,
+        stride: Int,
     ) -> None:
         layout, output = self._layout, self._output
-        work = panel_item(item, rows, columns)
+        work = panel_item(item, rows, columns, streams)
         here = work.here
         panel_bytes = _panel_bytes(layout, steps)
         weights = packed + work.panel * panel_bytes
-        coming = coming_panel(item, ahead, work.panels, rows, packed, following, panel_bytes)
+        coming = work.coming(weights, panel_bytes, following, stride)
         x_stride, sums_stride = steps * (STEP * self._x_bytes), _groups(layout, steps) * 4
         start, totals_of_x = x + work.first * x_stride, sums + work.first * sums_stride
         totals = scratch + thread * scratch_bytes(self._code, layout, self._dtype)

@@ -21,11 +21,13 @@ from typing import Any, Literal
 
 from llvmlite import ir
 
+from executor_svc.cpu.kernels.activation import gated_product
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.functions import where
 from executor_svc.cpu.kernels.codegen.tiles import TILE_ROWS
 from executor_svc.cpu.kernels.quantized.layout import STEP
+from executor_svc.device.kernels import GatedActivation
 
 STEPS_AT_ONCE, _STEPS_OF_BLOCK = 64, 16
 """Steps of a row, or of 16 rows for tiles, that an item computes, unless the whole row has one scale."""
@@ -116,18 +118,23 @@ def row_items(steps: RowSteps, width: int) -> int:
     return 1 if steps.whole_row else -(-width // (STEP * steps.steps_of_item))
 
 
-def quantize_rows(code: Code, dtype: Dtype, steps: RowSteps) -> str:
+def quantize_rows(code: Code, dtype: Dtype, steps: RowSteps, activation: GatedActivation | None = None) -> str:
     """Add the kernel that quantizes rows of dtype; returns its name.
 
     Items: `row_items` for each `rows_of_item` rows. Arguments: rows, x [rows, K], result, K, blocks of rows or 0.
-    Columns beyond K are 0.
+    Columns beyond K are 0. activation: x is [rows, 2 K], gate and up, and the rows of `activation.gated` are quantized,
+    which are not written; not of whole rows.
     """
-    body = _whole_rows if steps.whole_row else _rows
-    return code.kernel(f"quantize_rows_{dtype}_{steps}", 5, lambda *arguments: body(dtype, steps, *arguments))
+    if steps.whole_row:
+        assert activation is None
+        return code.kernel(f"quantize_rows_{dtype}_{steps}", 5, lambda *given: _whole_rows(dtype, steps, *given))
+    name = f"quantize_rows_{dtype}_{steps}{'' if activation is None else f'_{activation}'}"
+    return code.kernel(name, 5, lambda *given: _rows(dtype, activation, steps, *given))
 
 
 def _rows(
     dtype: Dtype,
+    activation: GatedActivation | None,
     steps: RowSteps,
     emit: Emitter,
     item: Int,
@@ -145,8 +152,13 @@ def _rows(
     blocks = beside + block * count * steps.block_step_bytes
 
     def step(row: Int, lane: Int, index: Int, left: Int | None) -> None:
-        source, target = x + row * width * ITEM_BYTES[dtype], into + row * count * steps.step_bytes
-        parts = _load(emit, source + index * (STEP * ITEM_BYTES[dtype]), dtype, left)
+        target, offset = into + row * count * steps.step_bytes, index * (STEP * ITEM_BYTES[dtype])
+        if activation is None:
+            parts = _load(emit, x + row * width * ITEM_BYTES[dtype] + offset, dtype, left)
+        else:
+            gate, up = (x + (row * 2 + which) * width * ITEM_BYTES[dtype] + offset for which in range(2))
+            loaded = zip(_load(emit, gate, dtype, left), _load(emit, up, dtype, left), strict=True)
+            parts = [gated_product(activation, *each, dtype).rounded(dtype) for each in loaded]
         scale, inverse = _scales(emit, _highest(emit, parts))
         numbers = [_rounded(part * inverse) for part in parts]
         place = target + index * steps.step_bytes

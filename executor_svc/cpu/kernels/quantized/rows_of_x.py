@@ -1,4 +1,4 @@
-"""Rows of x as the products of packed weights read them, and their sums by group."""
+"""Sums of rows of x by group, and columns of results that parts of a weight compute."""
 
 from __future__ import annotations
 
@@ -8,42 +8,6 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec
 
 _KINDS = {"float32": ir.IntType(32), "bfloat16": ir.IntType(16)}
-
-
-def arrange(code: Code, dtype: Dtype, out: Dtype, ordered: bool) -> str:
-    """Add the kernel that copies rows of x, in another order of columns if so, and 0 after them; returns its name.
-
-    Items: one for each row. Arguments: rows, x [rows, K], y [rows, wide] of `out`, the column of x for each of y [K] or
-    0, K, wide: at least K.
-    """
-    size, out_size = ITEM_BYTES[dtype], ITEM_BYTES[out]
-
-    def body(emit: Emitter, item: Int, _: Int, __: Int, x: Int, y: Int, order: Int, inner: Int, wide: Int) -> None:
-        source, target = x + item * inner * size, y + item * wide * out_size
-
-        def gather(at: Int, _: object) -> None:
-            number = emit.load_all(source + emit.load_int(order + at * 8) * size, dtype)
-            emit.store(number, target + at * out_size, out, 1)
-
-        def copy(at: Int, _: object) -> None:
-            emit.store(emit.load(source + at * size, dtype), target + at * out_size, out)
-
-        def copy_some(at: Int, _: object) -> None:
-            numbers = emit.load_some(source + at * size, dtype, inner - at)
-            emit.store_some(numbers, target + at * out_size, out, wide - at)
-
-        def clear(at: Int, _: object) -> None:
-            emit.store_some(emit.vec(0.0), target + at * out_size, out, wide - at)
-
-        whole = inner // LANES * LANES
-        if ordered:
-            emit.loop(whole, wide, LANES, clear)
-            emit.loop(0, inner, 1, gather)
-            return
-        emit.loop(0, whole, LANES, copy)
-        emit.loop(whole, wide, LANES, copy_some)
-
-    return code.kernel(f"arrange_rows_{dtype}_{out}{'_ordered' if ordered else ''}", 6, body)
 
 
 def group_sums(code: Code, dtype: Dtype) -> str:

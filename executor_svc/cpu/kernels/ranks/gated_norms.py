@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
-from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host
+from executor_svc.cpu.kernels.dense_launches import DTYPES, Host
 from executor_svc.cpu.kernels.states.gated_norm import GatedNorm, gated_norm, gated_squares
 from executor_svc.device.ranks import RankKernels
 from executor_svc.device.states import GatedNormKind

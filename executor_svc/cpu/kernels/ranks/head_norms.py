@@ -8,8 +8,8 @@ from torch import Tensor
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
+from executor_svc.cpu.kernels.dense_launches import DTYPES, Host
 from executor_svc.cpu.kernels.norm import normalize, sum_of_squares
-from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host
 from executor_svc.device.kernels import AttentionShape, HeadNorms
 from executor_svc.device.ranks import RankKernels
 

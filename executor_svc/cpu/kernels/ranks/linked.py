@@ -18,7 +18,7 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
-from executor_svc.cpu.kernels.quantized.launches import DTYPES, Host
+from executor_svc.cpu.kernels.dense_launches import DTYPES, Host
 from executor_svc.cpu.kernels.ranks import kernels
 from executor_svc.cpu.kernels.ranks.gated_norms import norm_groups
 from executor_svc.cpu.kernels.ranks.head_norms import norm_all_heads

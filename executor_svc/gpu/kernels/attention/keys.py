@@ -47,37 +47,11 @@ def row_of(tile, block, head, block_rows, BLOCK_SIZE: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def attend(
-    q,
-    cache,
-    head,
-    table,
-    positions,
-    begin,
-    end,
-    low,
-    high,
-    clear_from,
-    clear_to,
-    block_rows,
-    value_rows,
-    block_size,
-    block_bits,
-    inner,
-    outer,
-    window,
-    q_more,
-    HEAD_SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MORE: tl.constexpr,
-    MORE_PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    COPIES: tl.constexpr,
-    STAGES: tl.constexpr,
-    segments=None,
-):
+    q, cache, head, table, positions, begin, end, low, high, clear_from, clear_to, block_rows, value_rows,
+    block_size, block_bits, inner, outer, window, q_more, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr,
+    WIDTH: tl.constexpr, MORE: tl.constexpr, MORE_PADDED: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, COPIES: tl.constexpr, STAGES: tl.constexpr, segments=None,
+):  # fmt: skip
     """Return weighted values [ROWS, PADDED], not yet divided, and each row's maximum exponent of 2 and sum of weights.
 
     Args:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cadenza_common.plan.result import SlotError
-from executor_svc.batch.step_result import LATE, NOT_ACCEPTED
+from executor_svc.batch.step_result import LATE, NOT_ACCEPTED, WRONG_STATE
 from executor_svc.gpu.kernels.rows import check
 from executor_svc.gpu.kernels.slots.slots import (
     MAX_LEN,
@@ -43,6 +43,7 @@ round, as the slot takes no further token."""
 
 _IDLE = tl.constexpr(IDLE)
 _LATE = tl.constexpr(LATE)
+_WRONG_STATE = tl.constexpr(WRONG_STATE)
 _PROMPT_ERROR = tl.constexpr(int(SlotError.NON_FINITE_LOGITS))
 _LISTED = 128
 _WARPS = 4
@@ -100,8 +101,9 @@ def _commit(
     live = slot >= 0
     known = tl.load(numbers + NUM_TOKENS * number_stride + slot, live, other=0)
     error = tl.load(errors + at, live, other=0)
-    prompt_failed = tl.load(numbers + PROMPT_FAILED * number_stride + slot, live, other=0) != 0
-    error = tl.where((error == 0) & prompt_failed, _PROMPT_ERROR, error)
+    failed = tl.load(numbers + PROMPT_FAILED * number_stride + slot, live, other=0)
+    error = tl.where((error == 0) & (failed != 0), _PROMPT_ERROR, error)
+    error = tl.where(failed < 0, _WRONG_STATE, error)
     waits = tl.load(by_row + ROW_WAITS * by_row_stride + at, live, other=0) != 0
     takes = live & (error == 0) & ~waits & (known < token_stride)
     token = tl.load(tokens + at, takes, other=-1).to(tl.int64)

@@ -22,6 +22,8 @@ NUM_PROMPT_TOKENS = tl.constexpr(1)
 NUM_COMPUTED_TOKENS = tl.constexpr(2)
 STOPPED = tl.constexpr(3)
 PROMPT_FAILED = tl.constexpr(4)
+STATE_FAILED = tl.constexpr(-(2**30))
+"""As PROMPT_FAILED: it stays below 0 with all prompt rows that may be added."""
 MIN_TOKENS = tl.constexpr(5)
 MAX_DRAFTS = tl.constexpr(6)
 MAX_LEN = tl.constexpr(7)
@@ -126,7 +128,8 @@ class SlotState:
 
     @property
     def prompt_failed(self) -> Tensor:
-        """[n] int32: not 0 if prompt logits were not finite, so the slot fails when it samples."""
+        """[n] int32: not 0 if prompt logits were not finite, so the slot fails when it samples; below 0 if its
+        recurrent state stood elsewhere than its context says."""
         return self._number(PROMPT_FAILED)
 
     @property

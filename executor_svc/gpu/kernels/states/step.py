@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from executor_svc.gpu.kernels.rows import check
-from executor_svc.gpu.kernels.slots.slots import PROMPT_FAILED
+from executor_svc.gpu.kernels.slots.slots import PROMPT_FAILED, STATE_FAILED
 from executor_svc.gpu.kernels.slots.step_inputs import owner_of
 from executor_svc.gpu.kernels.variant import Variant
 
@@ -114,7 +114,8 @@ def _begin_states(
         stands = tl.load(pool + page * page_words, context > 0, other=0)
         # A state of another sequence or position: what is computed from it must not be served.
         wrong = (stands > context) | (context > stands + TAIL) | (stands < 0)
-        tl.store(numbers + PROMPT_FAILED * number_stride + slot, tl.full((TOKENS,), 1, tl.int32), wrong & (context > 0))
+        failed = tl.full((TOKENS,), STATE_FAILED, tl.int32)
+        tl.store(numbers + PROMPT_FAILED * number_stride + slot, failed, wrong & (context > 0))
         tl.store(folded + at, tl.where(wrong, context, stands), within)
 
 
@@ -139,7 +140,7 @@ def _end_states(
 def begin_states(step: StepTensors, num_seqs: int, num_tokens: int, tail: int, pool: Tensor, numbers: Tensor) -> None:
     """Write `folded` and `owners` of a step; its other tensors are there.
 
-    A state that does not stand within `tail` tokens before its context fails its slot.
+    A state that does not stand within `tail` tokens before its context fails its slot, with WRONG_STATE.
 
     Args:
         step: of at least these sizes.

@@ -44,21 +44,23 @@ def compare(
     longest: int = LONGEST,
     sinks: bool = False,
     chunk: int | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Fill permuted blocks with the random keys and values that each sequence's tokens see, and compare all rows."""
+    kv_dtype = kv_dtype or dtype
     generator = torch.Generator().manual_seed(seed)
     padded = kernels.padded_head_size(head_size)
     shape = AttentionShape(kv_heads * group, kv_heads, head_size, padded, head_size**-0.5, window, softcap, chunk)
     needed = [-(-(context + count) // block_size) for context, count in chunks]
     order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
     tables = [[order.pop() for _ in range(n)] for n in needed]
-    cache = torch.full((sum(needed) + 3, 2, kv_heads, block_size, padded), float("nan"), dtype=dtype)
+    cache = torch.full((sum(needed) + 3, 2, kv_heads, block_size, padded), float("nan"), dtype=kv_dtype)
     for (context, count), table in zip(chunks, tables, strict=True):
         first = 0 if window is None else max(0, context - window + 1)
         positions = torch.arange(first if chunk is None else context // chunk * chunk, context + count)
         kv = torch.zeros(len(positions), 2, kv_heads, padded)
         kv[..., :head_size] = torch.randn(len(positions), 2, kv_heads, head_size, generator=generator)
-        cache[torch.tensor(table)[positions // block_size], :, :, positions % block_size] = kv.to(dtype)
+        cache[torch.tensor(table)[positions // block_size], :, :, positions % block_size] = kv.to(kv_dtype)
     tokens = sum(count for _, count in chunks)
     q = torch.zeros(tokens, shape.num_heads, padded, dtype=dtype)
     q[..., :head_size] = torch.randn(tokens, shape.num_heads, head_size, generator=generator).to(dtype)
@@ -95,6 +97,16 @@ MIXED = [
 def test_mixtures(chunks: Chunks, mixed: tuple[int, int, int, int, torch.dtype], seed: int) -> None:
     *sizes, dtype = mixed
     compare(chunks, *sizes, seed, dtype)
+
+
+@pytest.mark.parametrize("head_size", [20, 64, 80])
+@pytest.mark.parametrize("isa", ISAS)
+def test_keys_and_values_in_bf16_of_a_model_in_fp32(head_size: int, isa: str) -> None:
+    """Results are not rounded: within fp32's roundings of what float64 makes of the stored numbers."""
+    kernels = CpuKernels(isa=ISAS[isa])
+    for block_size in (8, 32):
+        compare([(40, 1), (0, 26), (33, 7)], 2, 3, head_size, block_size, kv_dtype=BF16, kernels=kernels)
+    compare([(200, 1), (90, 13)], 1, 5, head_size, 16, kv_dtype=BF16, window=70, softcap=0.5, kernels=kernels)
 
 
 _NARROW, _WIDE = (2, 3, 16), (1, 4, 80)

@@ -263,11 +263,19 @@ def test_picked_rows(seed: int, rows: int, width: int, dtype: torch.dtype, scale
     block_size=st.sampled_from([8, 16, 32, 64]),
     gates=st.integers(0, 2),
     dtype=dtypes,
+    narrow=st.booleans(),
 )
 def test_rope_and_cache_write(
-    seed: int, tokens: int, sizes: tuple[int, int, int, int], block_size: int, gates: int, dtype: torch.dtype
+    seed: int,
+    tokens: int,
+    sizes: tuple[int, int, int, int],
+    block_size: int,
+    gates: int,
+    dtype: torch.dtype,
+    narrow: bool,
 ) -> None:
-    """gates: heads before the queries of each row, which stay as they are."""
+    """gates: heads before the queries of each row, which stay as they are; narrow: the cache is in bf16."""
+    kv_dtype = torch.bfloat16 if narrow else dtype
     kv_heads, group, head_size, rotary = sizes
     padded = KERNELS.padded_head_size(head_size)
     shape = AttentionShape(kv_heads * group, kv_heads, head_size, padded, 1.0)
@@ -278,7 +286,7 @@ def test_rope_and_cache_write(
     heads = torch.zeros(tokens, shape.num_heads + 2 * kv_heads, padded, dtype=dtype)
     heads[..., :head_size] = randn(seed, tokens, heads.shape[1], head_size).to(dtype)
     before = heads.clone()
-    cache = in_pages(torch.zeros(12, 2, kv_heads, block_size, padded, dtype=dtype))
+    cache = in_pages(torch.zeros(12, 2, kv_heads, block_size, padded, dtype=kv_dtype))
     tables = RotaryTables(config, 300, dtype, torch.device("cpu"))
     batch = flat_batch([(0, tokens)], [list(range(40 // block_size + 1))], block_size, [0] * tokens)
     plan = plan_for(KERNELS, shape, replace(batch, slot_mapping=slots))
@@ -292,7 +300,8 @@ def test_rope_and_cache_write(
     close = {"rtol": 0.0, "atol": 5e-2 if dtype == torch.bfloat16 else 2e-4}  # angles in fp32 are 1e-5 off at 300
     torch.testing.assert_close(q[..., :head_size].double(), expected[:, : shape.num_heads], **close)
     assert not q[..., head_size:].any()
-    wanted = torch.zeros(cache.shape, dtype=dtype)
+    wanted = torch.zeros(cache.shape, dtype=kv_dtype)
+    close["atol"] = 5e-2 if narrow else close["atol"]
     k = torch.zeros(tokens, kv_heads, padded, dtype=torch.float64)
     k[..., :head_size] = expected[:, shape.num_heads :]
     reference.write_kv(wanted, k, before[:, shape.num_heads + kv_heads :], slots)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from torch import Tensor
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
-from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE, coming_panel
+from executor_svc.cpu.kernels.matmul_tiles import has_pairs
+from executor_svc.cpu.kernels.panel_layout import AHEAD, PANEL, ROWS_AT_ONCE, panel_item
+from executor_svc.models.linear_weight import LinearWeight
 from tests.executor_svc.cpu.kernels import emitted
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.processors import ISAS
@@ -92,6 +96,41 @@ def test_rows_of_every_number_have_the_same_bits(
     assert equal_bits(linear(x[order].contiguous()), whole[order])
 
 
+@dataclass
+class Blocks:
+    """A stored weight that is a tensor."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def blocks(self, rows: int) -> Iterator[Tensor]:
+        yield from self.tensor.split(rows)
+
+    def whole(self) -> Tensor:
+        return self.tensor
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(33, 7), (100, 65), (64, 576)])
+def test_weights_in_bf16_of_a_model_in_fp32(kernels: CpuKernels, shape: tuple[int, int], with_bias: bool) -> None:
+    """Rows are rounded to bf16 where the level multiplies that; results and biases are not."""
+    weight, x = randn(0, *shape).to(BF16).float(), randn(2, 70, shape[1])
+    bias = randn(1, shape[0]) if with_bias else None
+    kernels.matrix_dtype = BF16
+    stored = LinearWeight([Blocks(weight)], F32)
+    linear = CpuLinear(stored, bias, kernels)
+    linear.read(stored)
+    kernels.matrix_dtype = None
+    assert linear.panels.dtype == BF16
+    given = x.to(BF16).float() if has_pairs(kernels.isa, "bfloat16") else x
+    check(linear, given, weight, bias, F32)
+    assert equal_bits(linear(x), linear(given))
+    assert all(equal_bits(linear(x[first : first + 3]), linear(x)[first : first + 3]) for first in (0, 30, 67))
+
+
 def test_columns_have_the_bits_of_their_own_rows_of_the_weight(kernels: CpuKernels) -> None:
     """Cut at places that are no borders of panels: a model's fused linears have the bits of the parts."""
     for dtype in (F32, BF16):
@@ -145,20 +184,42 @@ def test_threads_do_not_show(num_threads: int) -> None:
             assert equal_bits(linear(x[:rows]), expected[:rows])
 
 
-def test_the_last_items_prefetch_the_following_weight() -> None:
-    """All items before prefetch the panel of the item two further, of the next rows too."""
-    weight, following, panels, panel_bytes = 1_000_000, 5_000_000, 3, 640
-    for rows, items in ((1, 3), (ROWS_AT_ONCE + 1, 6)):
-        found = np.zeros(items, np.int64)
+def _items(panels: int, rows: int, streams: int) -> np.ndarray:
+    """Return panel, first row, and what is prefetched beside a panel at its number times 10,000, for each item."""
+    items = panels * -(-rows // ROWS_AT_ONCE)
+    found = np.zeros((items, 3), np.int64)
 
-        def body(emit: Emitter, item: Int, _: Int, __: Int, into: Int, rows: Int) -> None:
-            known = (emit.integer(each) for each in (weight, following, panel_bytes))
-            place = coming_panel(item, emit.integer(2), emit.integer(panels), rows, *known)
-            emit.builder.store(place.value, emit.pointer(into + item * 8, place.value.type))
+    def body(emit: Emitter, item: Int, _: Int, __: Int, into: Int, given_rows: Int) -> None:
+        work = panel_item(item, given_rows, emit.integer(panels * PANEL - 1), emit.integer(streams))
+        coming = work.coming(work.panel * 10_000, emit.integer(10_000), emit.integer(5_000_000), emit.integer(700))
+        for which, number in enumerate((work.panel, work.first, coming)):
+            emit.builder.store(number.value, emit.pointer(into + (item * 3 + which) * 8, number.value.type))
 
-        emitted.run(2, body, items, found.ctypes.data, rows)
-        places = [(weight if item + 2 < items else following, (item + 2) % panels) for item in range(items)]
-        assert found.tolist() == [start + panel * panel_bytes for start, panel in places]
+    emitted.run(2, body, items, found.ctypes.data, rows)
+    return found
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 16])
+@pytest.mark.parametrize("panels", [1, 2, 7, 8])
+def test_items_take_each_panel_once_and_streams_go_on_where_they_were(panels: int, streams: int) -> None:
+    rows = ROWS_AT_ONCE + 1
+    found = _items(panels, rows, streams)
+    assert sorted(map(tuple, found[:, :2])) == [(panel, first) for panel in range(panels) for first in (0, 96)]
+    if streams == 1:
+        assert found[:, 0].tolist() == [*range(panels)] * 2
+    for start in range(streams):  # of the first rows: what a thread takes that always comes at its turn
+        own = found[:panels][start::streams, 0]
+        assert own.tolist() == [own[0] + turn for turn in range(len(own))]
+
+
+def test_the_last_panels_of_streams_prefetch_the_following_weight() -> None:
+    """All others prefetch the panel behind, but few rows what lies a page behind."""
+    for rows in (1, ROWS_AT_ONCE + 1):
+        found = _items(7, rows, 2)
+        few = [first > 0 or rows == 1 for first in found[:, 1]]
+        places = [at * 10_000 + (AHEAD if is_few else 10_000) for at, is_few in zip(found[:, 0], few, strict=True)]
+        assert sorted(found[-2:, 0]) == [2, 6]
+        assert found[:, 2].tolist() == [*places[:-2], *(5_000_000 + 700 * (panel > 2) for panel in found[-2:, 0])]
 
 
 def test_recorded_products_know_the_weight_that_follows() -> None:
@@ -167,5 +228,5 @@ def test_recorded_products_know_the_weight_that_follows() -> None:
     with kernels.recording() as recording:
         for linear in linears:
             x = kernels.add(linear(x), x)
-    known = [launch.arguments[-1] for launch in recording.launches if launch.kernel.startswith("matmul")]
+    known = [launch.arguments[-2] for launch in recording.launches if launch.kernel.startswith("matmul")]
     assert known == [linears[which].panels.data_ptr() for which in (1, 2, 2)]

@@ -96,5 +96,5 @@ def test_rows_from_panels_have_the_bits_of_the_table(
     table = randn(seed, vocabulary, width).to(dtype)
     table[0, 0], table[-1, -1] = float("inf"), float("nan")
     ids = torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed))
-    found = KERNELS.embed_from_panels(panels_of(table), width, ids, scale)
+    found = KERNELS.embed_from_panels(panels_of(table), width, ids, scale, dtype)
     assert equal_bits(found, KERNELS.embed(table, ids, scale))

@@ -17,6 +17,7 @@ from tests.executor_svc.driver import Model
 from tests.executor_svc.models.heads.head_driver import HeadDriver, Text, load_head, random_tokens
 from tests.helpers.models.eagle3_heads import HeadShape, make_head
 from tests.helpers.models.mtp_heads import make_mimo
+from tests.helpers.models.qwen_mtp import make_qwen_mtp
 
 pytestmark = pytest.mark.slow
 
@@ -54,8 +55,15 @@ def test_rows_are_those_of_the_cpu(shape: HeadShape, tmp_path: Path) -> None:
     check(rows_of(on_gpu, load_head(head, on_gpu)), rows_of(on_cpu, load_head(head, on_cpu)))
 
 
-def test_rows_of_a_head_in_the_checkpoint(tmp_path: Path) -> None:
-    folder = make_mimo(tmp_path, num_hidden_layers=1)
+@pytest.mark.parametrize("family", ["mimo", "qwen3_next"])
+def test_rows_of_a_head_in_the_checkpoint(tmp_path: Path, family: str) -> None:
+    """That of Qwen3-Next is a mixture."""
+    if family == "mimo":
+        folder = make_mimo(tmp_path, num_hidden_layers=1)
+    else:
+        folder = make_qwen_mtp(
+            tmp_path, family, num_hidden_layers=1, layer_types=["full_attention"], mlp_only_layers=[]
+        )
     on_cpu, on_gpu = (Model(folder, device=device, **OPTIONS) for device in ("cpu", "cuda"))
     found, expected = (
         rows_of(each, load_mtp(ExecutorConfig(**each.options), each.device, each.loaded)) for each in (on_gpu, on_cpu)

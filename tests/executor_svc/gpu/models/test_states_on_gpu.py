@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import BlockMoves, StateSaves
 from cadenza_common.plan.result import StepResult
 from cadenza_common.plan.sampling import SequenceSampling
@@ -93,24 +94,29 @@ def test_saves_inside_chunks_and_decodes_are_named_and_go_on(tmp_path: Path) -> 
         assert result.token_ids.tolist() == [wanted[5]]
 
 
-def test_a_state_of_another_position_fails_its_slot_alone(tmp_path: Path) -> None:
-    """What the pages hold is known on the device only, after the plan is taken."""
+def test_a_plan_with_a_state_of_another_position_is_invalid(tmp_path: Path) -> None:
+    """What the pages hold is known on the device only: the result says so, nothing waits for it."""
     folder = make(tmp_path, "lfm2")
     stepper = Stepper(Model(folder, device="cuda"))
     first = sequence(0, PROMPT[:20], stepper.blocks(0)[:4], state_pages=stepper.state(0))
     good = stepper.step(admitted=(first,), scheduled=scheduled((0, 20, True)))
     wrong = sequence(1, PROMPT[:20], stepper.blocks(0)[:4], 16, state_pages=stepper.state(0))
-    found = stepper.step(admitted=(wrong,), scheduled=scheduled((0, 1, True), (1, 4, True)))
     assert not len(good.error_slots)
-    assert list(found.error_slots) == [1]
-    assert len(found.token_ids) == 1
+    with pytest.raises(InvalidPlan, match="state_pages of slot 1 hold a state that stands elsewhere"):
+        stepper.step(admitted=(wrong,), scheduled=scheduled((0, 1, True), (1, 4, True)))
+
+
+@pytest.fixture(scope="module")
+def undrafted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StepResult]]:
+    """A model, and what it decodes without drafts."""
+    folder = make(tmp_path_factory.mktemp("model"), "qwen3_5_delta")
+    return folder, decoded(Stepper(Model(folder, device="cuda"), more_states=4, max_inflight_plans=2), 0)
 
 
 @pytest.mark.parametrize("max_drafts", [1, 3])
-def test_drafts_change_no_token_and_no_save(max_drafts: int, tmp_path: Path) -> None:
+def test_drafts_change_no_token_and_no_save(max_drafts: int, undrafted: tuple[Path, list[StepResult]]) -> None:
     """Two steps in flight: how many drafts were accepted is known two steps later."""
-    folder = make(tmp_path, "qwen3_5_delta")
-    plain = decoded(Stepper(Model(folder, device="cuda"), more_states=4, max_inflight_plans=2), 0)
+    folder, plain = undrafted
     options: dict[str, Any] = {"speculative": "ngram", "num_speculative_tokens": max_drafts}
     stepper = Stepper(
         Model(folder, device="cuda", **options), max_drafts=max_drafts,

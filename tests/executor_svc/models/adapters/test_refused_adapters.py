@@ -22,7 +22,7 @@ from executor_svc.models.adapters.reading import AdapterError, naming
 from executor_svc.models.adapters.targets import find_targets
 from executor_svc.models.base import ModelConfigError
 from tests.checkpoints import make_checkpoint
-from tests.executor_svc.models.test_model_configs import WRONG
+from tests.executor_svc.models.model_configs import WRONG
 from tests.helpers.models.peft_adapters import read, save_peft_adapter, spec_of
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"

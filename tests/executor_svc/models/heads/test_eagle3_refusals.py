@@ -18,7 +18,7 @@ from executor_svc.models.heads.eagle3_spec import read_eagle3
 from tests.checkpoints import edit_config, make_checkpoint, make_llama
 from tests.executor_svc.driver import Model
 from tests.executor_svc.models.heads.head_driver import load_head
-from tests.executor_svc.models.test_model_configs import WRONG
+from tests.executor_svc.models.model_configs import WRONG
 from tests.helpers.models.eagle3_heads import Format, HeadShape, make_head
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -40,6 +40,7 @@ class Case:
     block_size: int
     dtype: torch.dtype
     seed: int = 0
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(self.seed)
@@ -63,7 +64,7 @@ class Case:
     def cache(self, num_blocks: int) -> Tensor:
         """A layer between two others, whose bits are NaN in any dtype."""
         layers = [LayerKV(1, self.shape.padded_head_size, parts=1)] * 3
-        layout = KVLayout.of(layers, self.block_size, self.dtype)
+        layout = KVLayout.of(layers, self.block_size, self.kv_dtype or self.dtype)
         return layout.views(torch.full((num_blocks, layout.page_bytes), 0xFF, dtype=torch.uint8))[1]
 
     def ropes(self, batch: ForwardBatch) -> Rope:
@@ -96,7 +97,7 @@ def compare(chunks: Chunks, case: Case, kernels: CpuLatentKernels = KERNELS) -> 
     written = layer[slots // case.block_size, 0, 0, slots % case.block_size]
     keys = padded_latent(case.latent)
     both = torch.cat([written[:, : case.latent], written[:, keys : keys + case.rope]], -1)
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == F32 else {"rtol": 2e-2, "atol": 4e-2}
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if layer.dtype == F32 else {"rtol": 2e-2, "atol": 4e-2}
     torch.testing.assert_close(both.double(), rows, **tolerance)
     assert not written[:, case.latent : keys].any()
     assert not written[:, keys + case.rope :].any()
@@ -142,8 +143,9 @@ def test_mixtures(chunks: Chunks, sizes: tuple[int, int, int, int, int, int, tor
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_and_threads(isa: str) -> None:
     kernels = CpuLatentKernels(2, ISAS[isa])
-    for dtype in (F32, BF16):
-        compare([(0, 100), (63, 2), (64, 1), (0, 1)], Case(16, 64, 16, 32, 32, 16, dtype), kernels)
+    for dtype, kv_dtype in ((F32, F32), (BF16, BF16), (F32, BF16)):
+        case = Case(16, 64, 16, 32, 32, 16, dtype, kv_dtype=kv_dtype)
+        compare([(0, 100), (63, 2), (64, 1), (0, 1)], case, kernels)
 
 
 @settings(max_examples=20)

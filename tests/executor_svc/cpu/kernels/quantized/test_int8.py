@@ -12,10 +12,12 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.codegen.isa import Isa, level
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
+from executor_svc.cpu.kernels.quantized.launches import may_be_gated
 from executor_svc.cpu.kernels.quantized.layout import PackedLayout
 from executor_svc.cpu.stored_linear import CpuStoredLinear, QuantizedActivations, int8_rows
 from executor_svc.device import int8_reference
 from executor_svc.device.dequantize import dequantize
+from executor_svc.device.kernels import GatedActivation
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows, StoredLinear
 from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from tests.executor_svc.cpu.kernels.bits import equal_bits
@@ -112,6 +114,23 @@ def same(found: Tensor, wanted: Tensor) -> bool:
     """Compare to the bit; NaN equals NaN."""
     assert torch.equal(found.isnan(), wanted.isnan())
     return equal_bits(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
+
+
+@on_levels
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gate_and_up_in_place_of_their_product_change_no_bit(kernels: CpuKernels, activation: GatedActivation) -> None:
+    """With several items a row, blocks of 16 rows, several formats, and parts that need the product itself."""
+    activate = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}[activation]
+    for dtype in (F32, BF16):
+        for names, columns in ((("Q8_0",), 2112), (("Q4_K", "Q6_K"), 512), (("gptq 4",), 384), ((INT8_ROWS,), 96)):
+            kinds = [format_of(name, columns) for name in names]
+            rows = WholeRows if names == (INT8_ROWS,) else BlockRows
+            parts = [rows(kind, any_block(kind, OUT, columns, 5)) for kind in kinds]
+            linear = made(kernels, dtype, *parts)
+            assert may_be_gated(linear.parts) == (names != (INT8_ROWS,))
+            for count in (1, 7, 33):
+                gate_up = (randn(count, count, 2 * columns) * 3).to(dtype)
+                assert equal_bits(linear.of_gated(gate_up, activation), linear(activate(gate_up)))
 
 
 def extreme(kind: QuantFormat, rows: int, columns: int) -> QuantBlock:

@@ -17,6 +17,7 @@ from tests.helpers.marks import short_and_long
 
 COLUMNS = 512
 _BYTES, _PAIRS, _VNNI = "vpmaddubsw", "vpmaddwd", "vpdpbusd"
+_FUNCTIONS = ("int8_tile_", "int8_chunk_tile_", "int8_tiles_", "int8_tile_sums_")
 WITH_MINIMUMS = QuantFormat("8 bits with minimums", 8, 32, offsets="minimum")
 
 
@@ -26,7 +27,9 @@ def loops_of(name: IsaName, kind: QuantFormat, whole_row: bool = False) -> dict[
     steps = int8_rows(code.isa, layout, whole_row)
     assert steps is not None
     int8_product(code, layout, steps, Output("bfloat16", "bfloat16", with_bias=False))
-    found: dict[str, list[Loop]] = {"int8_tile_": [], "int8_tiles_": [], "int8_tile_sums_": []}
+    found: dict[str, list[Loop]] = {
+        each: [] for each in ("int8_tile_", "int8_chunk_tile_", "int8_tiles_", "int8_tile_sums_")
+    }
     for loop in inner_loops(code.assembly()):
         if any(used(loop, each) for each in (_BYTES, _PAIRS, _VNNI, "tdp")):
             found[max((each for each in found if loop.function.startswith(each)), key=len)].append(loop)
@@ -48,9 +51,10 @@ CASES = [(name, kind) for name in ISA_NAMES for kind in (Q4_0, Q8_0)]
 )
 def test_products_use_the_instructions_of_their_level(name: IsaName, kind: QuantFormat) -> None:
     wide = "zmm" if name.startswith(("avx512", "amx")) else "ymm"
-    loops = loops_of(name, kind)["int8_tile_"]
-    assert loops
-    for loop in loops:
+    found = loops_of(name, kind)
+    assert found["int8_tile_"]
+    assert bool(found["int8_chunk_tile_"]) == (wide == "ymm")
+    for loop in (*found["int8_tile_"], *found["int8_chunk_tile_"]):
         has_dot = name not in ("avx2", "avx512")
         assert used(loop, _VNNI) == ({wide} if has_dot else set())
         assert used(loop, _PAIRS) == (set() if has_dot else {wide})
@@ -58,6 +62,14 @@ def test_products_use_the_instructions_of_their_level(name: IsaName, kind: Quant
         assert all(line.startswith("{vex}") == (wide == "ymm") for line in loop.instructions if _VNNI in line)
         assert loop.count("call") == 0
         assert wide == "ymm" or loop.spills() == 0
+
+
+def test_codes_of_several_planes_are_unpacked_once_for_many_rows() -> None:
+    """With 512 bits those of one plane with scales of their own are not, and those of AMX's tiles are elsewhere."""
+    for name in ("avx512", "avx512-vnni"):
+        (loop,) = loops_of(name, Q4_K)["int8_chunk_tile_"]
+        assert (loop.count("vpand"), loop.count("vpsrl"), loop.spills()) == (0, 0, 0)
+    assert not loops_of("amx", Q4_K)["int8_chunk_tile_"]
 
 
 def test_tiles_are_signed_where_codes_are() -> None:

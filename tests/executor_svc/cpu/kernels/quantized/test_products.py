@@ -217,7 +217,7 @@ def test_recorded_products_know_the_weight_that_follows(kernels: CpuKernels, dty
     known = [*weights, int8.parts[0].packed.data_ptr(), *weights]
     products = [each for each in recording.launches if each.kernel.startswith(("matmul", "quantized_", "int8_product"))]
     assert [each.arguments[1] for each in products] == known
-    assert [each.arguments[-1] for each in products] == [*known[1:], known[-1]]
+    assert [each.arguments[-2] for each in products] == [*known[1:], known[-1]]
     recording.program().run(rows=2)
 
 
@@ -226,7 +226,7 @@ def test_dense_parts_prefetch_memory_of_their_own(kernels: CpuKernels, dtype: to
     with kernels.recording() as recording:
         linear(randn(25, 2, 64).to(dtype))
     (dense,) = [launch for launch in recording.launches if launch.kernel.startswith("matmul")]
-    assert dense.arguments[-1] == dense.arguments[1]
+    assert dense.arguments[-2] == dense.arguments[1]
 
 
 def test_threads_do_not_change_bits() -> None:

@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from executor_svc.batch.step_result import WRONG_STATE
 from executor_svc.gpu.kernels.slots import commit, draft_layout, ngram_drafts, slot_updates, slots, step_inputs
 from executor_svc.gpu.kernels.slots.commit import IDLE, commit_step
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts, apply_updates
-from executor_svc.gpu.kernels.slots.slots import SlotState, StepBuffers, StepInputs, StepSizes
+from executor_svc.gpu.kernels.slots.slots import STATE_FAILED, SlotState, StepBuffers, StepInputs, StepSizes
 from executor_svc.gpu.kernels.slots.step_inputs import build_step
 from executor_svc.gpu.staging import StagedChanges
 
@@ -227,6 +228,20 @@ def test_commit_row_by_row(device: torch.device, dtype: torch.dtype) -> None:
     for slot, token in ((1, 7), (2, 63), (3, 63), (7, 8)):
         before[slot][20] = token
     assert state.token_ids.tolist() == before
+
+
+def test_a_slot_whose_state_stood_elsewhere_says_so_whatever_else_failed(device: torch.device) -> None:
+    state, sizes = filled(5, 40, device), StepSizes.decode(4)
+    state.stopped[:] = 0
+    state.num_tokens[:] = 11
+    state.num_computed_tokens[:] = 10
+    # Prompt rows that were not finite are counted to it.
+    state.prompt_failed[1:4] = ints([STATE_FAILED.value, STATE_FAILED.value + 40, 40], device)
+    buffers = poisoned(sizes, 5, device)
+    build_step(staged([(slot, 1) for slot in range(4)], sizes, device), state, buffers, sizes, BLOCK, one_each=True)
+    commit_step(ints([7, 7, -1, 7], device).long(), ints([0, 0, 1, 0], device), state, buffers, sizes)
+    assert buffers.results[4:8].tolist() == [0, WRONG_STATE, WRONG_STATE, 1]
+    assert state.stopped.tolist() == [0, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("num_rows", [127, 128, 129])

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.gpu.kernels.slots.slots import NUM_NUMBERS, PROMPT_FAILED, SlotState, StepBuffers, StepSizes
+from executor_svc.gpu.kernels.slots.slots import (
+    NUM_NUMBERS,
+    PROMPT_FAILED,
+    STATE_FAILED,
+    SlotState,
+    StepBuffers,
+    StepSizes,
+)
 from executor_svc.gpu.kernels.states.plan import GpuStatePlan
 from executor_svc.gpu.kernels.states.saves import SaveTensors
 from executor_svc.gpu.states import GpuStateKernels
@@ -103,6 +110,7 @@ def test_a_state_that_stands_elsewhere_fails_its_slot(stands: int, device: torch
     assert plan.step.folded[:2].tolist() == [7, 4]
     assert state.numbers.shape[0] == NUM_NUMBERS
     assert state.numbers[PROMPT_FAILED.value].nonzero().tolist() == [[2]]
+    assert state.prompt_failed[2] == STATE_FAILED.value
 
 
 @pytest.mark.parametrize("name", ["taps", "delta", "mamba"])

@@ -21,7 +21,7 @@ from executor_svc.cpu.kernels.quantized.packing import QuantPanelWriter, new_pac
 from executor_svc.device.stored_linear import QuantBlock
 from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from executor_svc.models.quantized.rows import unpack_bytes
-from tests.helpers.models.gguf_files import random_blocks
+from tests.helpers.models.gguf_blocks import random_blocks
 
 ROWS, COLUMNS = 40, 512
 """A panel, and one that is not whole."""

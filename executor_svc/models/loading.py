@@ -174,12 +174,13 @@ def _load_own(
     model, weights = load_decoder(config, device, checkpoint, spec, max_model_len, adapters, ranks)
     _check_activations(config, device)
     geometry = _geometry(config, architecture, model, spec.hidden_size, max_model_len, device, weights.num_parameters)
-    own = weights.num_parameters - spec.num_linear_elements + num_own_elements(spec, share)
-    own_bytes = own * device.dtype.itemsize - device.few_bits.saved_bytes
+    linears, own_linears = spec.num_linear_elements, num_own_elements(spec, share)
+    elsewhere, saved, item = linears - own_linears, device.few_bits.saved_bytes, device.dtype.itemsize
     geometry = replace(
         geometry,
         model_type=_model_type(checkpoint.content),
-        weight_bytes=own_bytes * weights.num_parameters // max(1, own),  # of all ranks, if all are like this one
+        # Of all ranks, if they save as this one does.
+        weight_bytes=weights.num_parameters * item - saved * linears // own_linears,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
@@ -201,7 +202,7 @@ def _load_own(
         adapters=adapters,
         base_table=partial(open_table, config, device, checkpoint, spec),
         ranks=ranks,
-        own_weight_bytes=own_bytes,
+        own_weight_bytes=(weights.num_parameters - elsewhere) * item - saved,
         read_ends=None if ranks is None else partial(read_ends, config, device, checkpoint, spec, max_model_len),
     )
 

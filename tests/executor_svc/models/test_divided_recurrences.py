@@ -103,22 +103,23 @@ _DELTA: dict[str, Any] = {
     "attention_bias": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
 }
-_NEMOTRON = {
+_NEMOTRON = {**_WIDE, "mamba_head_dim": 16, "moe_shared_expert_intermediate_size": 64}
+_KIMI = {
     **_WIDE,
-    "mamba_head_dim": 16,
-    "moe_shared_expert_intermediate_size": 64,
-    "n_group": 1,
-    "topk_group": 1,
+    "linear_head_dim": 32,
+    "linear_num_heads": 8,
+    "mlp_layer_types": ["sparse"] * 3,
+    "kv_lora_rank": 32,
+    "v_head_dim": 16,
 }
-_KIMI = {**_WIDE, "linear_head_dim": 32, "linear_num_heads": 4, "kv_lora_rank": 32, "v_head_dim": 16}
 FEW_BITS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_5_delta", "GGUF", _DELTA),  # value heads that are tiled: a rank has several runs of columns
     ("qwen3_5_delta", "awq", _DELTA),
     ("qwen3_next_delta", "int4", _DELTA),
     ("granite_h", "w4a16", {**_WIDE, "mamba_d_head": 16, "shared_intermediate_size": 64}),
-    ("lfm2", "GGUF", {**_WIDE, "block_auto_adjust_ff_dim": False, "conv_bias": False}),
-    ("nemotron_h", "GGUF", _NEMOTRON),
-    ("kimi_linear", "gptq", _KIMI),
+    ("lfm2", "w4a16", {**_WIDE, "block_auto_adjust_ff_dim": False, "conv_bias": False}),
+    ("nemotron_h", "gptq", _NEMOTRON),
+    ("kimi_linear", "awq", _KIMI),
 ]  # fmt: skip
 
 

@@ -99,12 +99,14 @@ def step_batch(chunks: Sequence[tuple[int, int]], layout: KVLayout) -> ForwardBa
         rope_lens=positions + 1,
         max_query_len=max(count for _, count in chunks),
         max_seq_len=max(context + count for context, count in chunks),
-        states=_states(chunks, tables.numel(), layout.pages_per_state) if layout.pages_per_state else None,
+        states=_states(chunks, _NUM_BLOCKS * num_tables, layout.pages_per_state) if layout.pages_per_state else None,
     )
 
 
 def _states(chunks: Sequence[tuple[int, int]], first_page: int, num_pages: int) -> StepStates:
-    """The states of a step's sequences, in the pages behind those of their blocks; none is copied."""
+    """The states of a step's sequences, none of which is copied; first_page: behind the blocks of all steps, which
+    would read what is left of a state as keys and values.
+    """
     contexts, counts = (torch.tensor(each, dtype=torch.int32) for each in zip(*chunks, strict=True))
     tables = first_page + torch.arange(len(chunks) * num_pages, dtype=torch.int32).view(-1, num_pages)
     ends = contexts + (counts - 1).clamp(min=0)

@@ -212,3 +212,12 @@ def test_more_sequences_than_blocks_are_refused() -> None:
     layout = KVLayout.of([LayerKV(1, 16)], 16, torch.float32)
     with pytest.raises(BenchmarkError, match="64 sequences take 832 blocks, of 560"):
         step_batch([(192, 1)] * 64, layout)
+
+
+def test_states_of_a_step_are_in_no_blocks_pages() -> None:
+    """Nor in those of another step."""
+    layout = KVLayout.of([LayerKV(1, 16), LayerKV(0, 16)], 16, torch.float32, units=[(), (4096, 8192)])
+    batches = [step_batch([(192, 1)] * count, layout) for count in (1, 16, 43)]
+    states = [batch.states.tables for batch in batches if batch.states is not None]
+    assert [each.shape for each in states] == [(count, layout.pages_per_state) for count in (1, 16, 43)]
+    assert all(int(each.min()) > max(int(batch.block_tables.max()) for batch in batches) for each in states)

@@ -14,7 +14,7 @@ from typing import Any
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.isa import Isa
-from executor_svc.cpu.kernels.panel_layout import PANEL, ROWS_AT_ONCE
+from executor_svc.cpu.kernels.panel_layout import CACHE_LINE, PANEL, ROWS_AT_ONCE
 from executor_svc.cpu.kernels.quantized.few_rows import TOTALS_BYTES, format_key
 from executor_svc.cpu.kernels.quantized.int8_codes import PanelCodes, PanelStep, most_code
 from executor_svc.cpu.kernels.quantized.int8_dots import Method, method
@@ -127,23 +127,19 @@ class ChunkTile:
 
 
 def chunk_tile(isa: Isa) -> ChunkTile:
-    """Return the tile of a level."""
-    if isa.has("avx512f"):
-        return ChunkTile(6 if isa.has("avx512vnni") else 4, 2, False)  # sums in 16 bits take registers, too
-    return ChunkTile(4, 2, True)
+    """Return the tile of a level; five or six rows are no faster."""
+    return ChunkTile(4, 2, not isa.has("avx512f"))
 
 
 def goes_by_chunks(isa: Isa, layout: PackedLayout, steps: RowSteps) -> bool:
     """Return whether many rows of this form are multiplied by chunks.
 
-    In registers of 512 bits six rows share what unpacks codes of one plane with scales of their own: one or two
-    operations a vector, as fast as a load (measured on Zen 4).
+    With registers of 512 bits only groups of 16 columns are: six rows share what unpacks other codes, which runs beside
+    their dot products (measured on Zen 4).
     """
     if steps.tiled or steps.whole_row or layout.whole_row:
         return False
-    kind = layout.kind
-    is_plain = not layout.high_words and kind.super_group is None and kind.values == "integer"
-    return not (isa.has("avx512f") and is_plain)
+    return layout.groups_per_step > 1 or not isa.has("avx512f")
 
 
 class ChunkProduct:
@@ -165,29 +161,33 @@ class ChunkProduct:
         unpack, tile = self._unpack(), self._tile()
         stride = count * self._steps.step_bytes
         clear(emit, scratch, rows)
+        chunks = (count + (chunk.steps - 1)) // chunk.steps
+        each = (count + (chunks - 1)) // chunks
 
-        def one_chunk(first: Int, _: object) -> None:
-            here = (count - first).least(chunk.steps)
-            unpack(emit, panel, coming, first, here, scratch + chunk.start)
+        def one_chunk(number: Int, _: object) -> None:
+            first = number * each
+            here = (count - first).least(each)
+            unpack(emit, panel, first, here, scratch + chunk.start)
             start = x + first * self._steps.step_bytes
 
             def block(row: Int, _: object) -> None:
                 totals = scratch + row * TOTALS_BYTES
-                tile(emit, start + row * stride, stride, scratch + chunk.start, here, totals)
+                ahead = coming + (first * rows + row * here) // height * CACHE_LINE
+                tile(emit, start + row * stride, stride, scratch + chunk.start, here, totals, ahead)
 
             emit.loop(0, rows, height, block)
 
-        emit.loop(0, count, chunk.steps, one_chunk)
+        emit.loop(0, chunks, 1, one_chunk)
 
     def _unpack(self) -> Callable[..., None]:
         """Add the function that unpacks steps of a panel; returns a function that emits a call.
 
-        Arguments: the panel, `PanelItem.coming`, the first step, their number, where they are written.
+        Arguments: the panel, the first step, their number, where they are written.
         """
         layout, chunk = self._layout, self.chunk
         per_block = layout.steps_per_block
 
-        def body(emit: Emitter, panel: Int, coming: Int, first: Int, count: Int, into: Int) -> None:
+        def body(emit: Emitter, panel: Int, first: Int, count: Int, into: Int) -> None:
             vectors = Vectors(emit, register_lanes(self._code.isa))
             codes = PanelCodes(vectors, layout, chunk.how)
 
@@ -195,13 +195,12 @@ class ChunkProduct:
                 step, target = first + index, into + index * chunk.step_bytes
                 head = panel + step // per_block * layout.block_bytes
                 place = PanelStep(head, head + (step % per_block * layout.step_bytes + layout.head_bytes), [])
-                emit.prefetch(coming + (place.step - panel), layout.step_bytes, level=2)
                 for at in range(PANEL // vectors.lanes):
                     self._one_vector(vectors, codes, place, at, target)
 
             emit.loop(0, count, 1, one_step)
 
-        return self._code.helper(f"int8_chunk_{format_key(layout)}", 5, body)
+        return self._code.helper(f"int8_chunk_{format_key(layout)}", 4, body)
 
     def _one_vector(self, vectors: Vectors, codes: PanelCodes, place: PanelStep, at: int, target: Int) -> None:
         chunk, offset = self.chunk, at * vectors.lanes * WORD_BYTES
@@ -219,11 +218,12 @@ class ChunkProduct:
         """Add the function that adds the products of some rows and a chunk to their totals.
 
         Returns a function that emits a call. Arguments: the first row at the chunk's first step, the bytes from a row
-        to the next, the steps, their number, the rows' totals.
+        to the next, the steps, their number, the rows' totals, and memory of which each step prefetches a line: all
+        rows together much of the next panel, for a burst of prefetches would be dropped.
         """
         layout, steps, shape, chunk = self._layout, self._steps, self._shape, self.chunk
 
-        def body(emit: Emitter, x: Int, stride: Int, numbers: Int, count: Int, totals: Int) -> None:
+        def body(emit: Emitter, x: Int, stride: Int, numbers: Int, count: Int, totals: Int, ahead: Int) -> None:
             vectors = Vectors(emit, register_lanes(self._code.isa))
             starts = [x + stride * row for row in range(shape.rows)]
             own = [totals + row * TOTALS_BYTES for row in range(shape.rows)]
@@ -231,17 +231,26 @@ class ChunkProduct:
                 which = range(first, first + shape.vectors)
                 places = [row + at * vectors.lanes * WORD_BYTES for row in own for at in which]
                 step = StepEmitter(vectors, self._code.isa, layout, steps, which, _UnpackedCodes(vectors, chunk))
-                self._add_steps(vectors, step, starts, numbers, count, places)
+                self._add_steps(vectors, step, starts, numbers, count, places, None if first else ahead)
 
-        return self._code.helper(f"int8_chunk_tile_{format_key(layout)}_{steps}", 5, body)
+        return self._code.helper(f"int8_chunk_tile_{format_key(layout)}_{steps}", 6, body)
 
     def _add_steps(
-        self, vectors: Vectors, step: StepEmitter, starts: list[Int], numbers: Int, count: Int, places: list[Int]
+        self,
+        vectors: Vectors,
+        step: StepEmitter,
+        starts: list[Int],
+        numbers: Int,
+        count: Int,
+        places: list[Int],
+        ahead: Int | None,
     ) -> None:
         emit, in_memory = vectors.emit, self._shape.in_memory
 
         def once(index: Int, values: list[Vec]) -> list[Vec]:
             offset = index * self._steps.step_bytes
+            if ahead is not None:
+                emit.prefetch(ahead + index * CACHE_LINE, CACHE_LINE, level=2)
             place = PanelStep(numbers, numbers + index * self.chunk.step_bytes, [row + offset for row in starts])
             totals = Totals(vectors, [each.value for each in values], places if in_memory else None)
             for group in range(self._layout.groups_per_step):

@@ -86,10 +86,10 @@ def _parts(spec: DecoderSpec, share: Share) -> dict[str, float]:
 
 def _renamed(spec: DecoderSpec, name: str) -> str:
     """Return the name of a tensor in Cadenza, which layers of families with experts may have otherwise in files."""
-    for names in {layer.experts.names for layer in spec.layers if layer.experts is not None}:
-        for stored, own in names.renamed:
-            if name.endswith(f".{stored}"):
-                return name.removesuffix(stored) + own
+    of_experts = {layer.experts.names for layer in spec.layers if layer.experts is not None}
+    for stored, own in (*spec.names.renamed, *(ending for names in of_experts for ending in names.renamed)):
+        if name.endswith(f".{stored}"):
+            return name.removesuffix(stored) + own
     return name
 
 

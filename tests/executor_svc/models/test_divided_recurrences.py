@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from executor_svc.cpu.kernels.states.plan import unit_places
 from executor_svc.device.ranks import Share
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.recurrent import is_divided, own_recurrence, parts_of
 from executor_svc.models.recurrent_spec import DeltaNames, GatedDeltaSpec, MambaSpec, RecurrentSpec, ShortConvSpec
+from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.state_sizes import DeltaState, MambaState
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
@@ -79,6 +82,23 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, name: str, size: in
                 assert own.conv.channels < all_of_it.conv.channels
     assert threads.first.loaded.geometry.layer_states == wanted.layer_states
     assert threads.first.loaded.geometry.num_parameters == wanted.num_parameters
+
+
+def test_programs_that_are_recorded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one thread's program holds addresses of is not dropped for another's: a layer would have another's state."""
+    family, shape = CASES["kimi_linear"]
+    folder = make_checkpoint(tmp_path, family, **{**shape, "linear_num_heads": 4})
+    (tokens,) = random_prompts(131, (50,))
+    model, threads = Model(folder, dtype="float32"), RankThreads(folder, 2, {"dtype": "float32"})
+    whole, both = model.whole(tokens), Barrier(2)
+
+    def made_at_once(pages: tuple[int, ...], offsets: tuple[int, ...]) -> IntArray:
+        both.wait(timeout=60)
+        return unit_places(pages, offsets)
+
+    monkeypatch.setattr("executor_svc.cpu.kernels.states.plan.unit_places", made_at_once)
+    found = logits_of(threads, tokens, 20, 13)
+    assert float((found - whole).abs().max()) <= 1e-5 * float(whole.abs().max())
 
 
 def test_what_sizes_do_not_allow_is_whole_on_each_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -14,13 +12,12 @@ from executor_svc.cpu.kernels.states.conv import Convolution, causal_conv
 from executor_svc.cpu.kernels.states.gated_delta import delta_terms
 from executor_svc.cpu.kernels.states.gated_norm import GatedNorm, gated_norm
 from executor_svc.cpu.kernels.states.mamba import mamba_terms
-from executor_svc.cpu.kernels.states.plan import CpuStatePlan, unit_places
+from executor_svc.cpu.kernels.states.plan import CpuStatePlan
 from executor_svc.cpu.kernels.states.recurrence import HeadKernel, recurrence
 from executor_svc.cpu.kernels.states.terms import SCALARS, TermLayout
 from executor_svc.cpu.kernels.tensors import addresses as _addresses
 from executor_svc.cpu.kernels.tensors import dtype_of as _dtype
 from executor_svc.device.states import GatedNormKind, StateMemory, StatePlan
-from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.state_sizes import ConvState, DeltaState, MambaState, Recurrence
 
 
@@ -45,7 +42,7 @@ class CpuStateKernels(CpuLatentKernels):
         y = self._new("convolved", (x.shape[0], weight.shape[1]), x.dtype)
         kernel = causal_conv(self.code, _dtype(x), conv)
         added = 0 if bias is None else bias.data_ptr()
-        arguments = (*_columns(x, from_column), *_addresses(y, weight), added, *_units(memory), _table(plan))
+        arguments = (*_columns(x, from_column), *_addresses(y, weight), added, *_units(memory, plan), _table(plan))
         self._launch(KernelLaunch(kernel, plan.name, 1, conv.blocks, arguments), plan.num_tiles)
         return y
 
@@ -132,7 +129,7 @@ class CpuStateKernels(CpuLatentKernels):
         y = self._new("recurred", (x.shape[0], shape.num_heads * shape.unit.columns), x.dtype)
         kernel = recurrence(self.code, _dtype(x), heads)
         skip = 0 if d is None else d.data_ptr()
-        arguments = (*_columns(x), *_addresses(y, *terms), len(x), skip, *_units(memory), _table(plan))
+        arguments = (*_columns(x), *_addresses(y, *terms), len(x), skip, *_units(memory, plan), _table(plan))
         self._launch(KernelLaunch(kernel, plan.name, 1, heads.items, arguments), plan.num_tiles)
         return y
 
@@ -143,15 +140,9 @@ def _columns(x: Tensor, from_column: int = 0) -> tuple[int, int]:
     return x.data_ptr() + from_column * x.element_size(), x.stride(0) * x.element_size()
 
 
-@cache
-def _places(pages: tuple[int, ...], offsets: tuple[int, ...]) -> IntArray:
-    """Kept for recorded programs."""
-    return unit_places(pages, offsets)
-
-
-def _units(memory: StateMemory) -> tuple[int, int, int]:
-    """Return the arguments of `UnitPlaces`."""
-    return memory.pool.data_ptr(), memory.pool.stride(0), _places(memory.pages, memory.offsets).ctypes.data
+def _units(memory: StateMemory, plan: CpuStatePlan) -> tuple[int, int, int]:
+    """Return the arguments of `UnitPlaces`, valid during the life of the plan."""
+    return memory.pool.data_ptr(), memory.pool.stride(0), plan.places(memory.pages, memory.offsets)
 
 
 def _table(plan: CpuStatePlan) -> int:

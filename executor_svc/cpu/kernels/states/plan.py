@@ -31,6 +31,17 @@ class CpuStatePlan:
         self.table[0], self.table[3] = self._records.ctypes.data, pages_per_state * 4
         self._kept: tuple[Tensor, ...] = ()
         """Launches hold only addresses."""
+        self._places: dict[tuple[tuple[int, ...], tuple[int, ...]], IntArray] = {}
+
+    def places(self, pages: tuple[int, ...], offsets: tuple[int, ...]) -> int:
+        """Return the address of `unit_places`, which this plan keeps.
+
+        Not for all plans of the process: another thread that makes the same at the same time could drop it.
+        """
+        key = pages, offsets
+        if key not in self._places:
+            self._places[key] = unit_places(pages, offsets)
+        return int(self._places[key].ctypes.data)
 
     def fill(
         self,

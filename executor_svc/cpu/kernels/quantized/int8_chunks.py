@@ -32,7 +32,7 @@ _NUMBERS = ("scales", "minimums", "zero_points")
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PanelChunk:
     """Places of a thread's numbers in its scratch memory: totals [rows][32], then steps of a panel.
 
     A step has its codes [words][parts][32 columns] in vectors, then each of its numbers [groups][32] in 32 bits.
@@ -93,7 +93,7 @@ class Chunk:
 class _UnpackedCodes:
     """Emits the loads of an unpacked step's numbers, as `PanelCodes` does those of a packed one."""
 
-    def __init__(self, vectors: Vectors, chunk: Chunk) -> None:
+    def __init__(self, vectors: Vectors, chunk: PanelChunk) -> None:
         self._vectors, self._chunk = vectors, chunk
 
     def words(self, place: PanelStep, word: int, at: int) -> tuple[Any, Any]:
@@ -147,7 +147,7 @@ class ChunkProduct:
 
     def __init__(self, code: Code, layout: PackedLayout, steps: RowSteps) -> None:
         self._code, self._layout, self._steps = code, layout, steps
-        self.chunk = Chunk(layout, method(code.isa, most_code(layout.kind)))
+        self.chunk = PanelChunk(layout, method(code.isa, most_code(layout.kind)))
         self._shape = chunk_tile(code.isa)
 
     def rows(self, rows: Int) -> Int:

@@ -70,27 +70,22 @@ def int8_product(code: Code, layout: PackedLayout, steps: RowSteps, output: Outp
         into = y + work.first * y_stride + work.panel * (PANEL * ITEM_BYTES[output.out])
         biases = bias + work.panel * (PANEL * ITEM_BYTES[output.dtype])
 
-        start, tiled = x + work.first * x_stride, emit.integer(0)
+        start, tiled, many = x + work.first * x_stride, emit.integer(0), None
+        own, count = scratch + thread * scratch_bytes(code, layout, steps), blocks * block_steps
         if steps.tiled:
-            tiled = rows_through_tiles(work.here, layout, steps)
-            own = scratch + thread * scratch_bytes(code, layout, steps)
-
-            def through_tiles() -> None:
-                product = TileProduct(code, layout, steps)
-                product.run(emit, work, tiled, start, row_blocks, weights, coming, blocks * block_steps, own)
-                finish(code, output)(emit, own, tiled, into, y_stride, biases, work.left)
-
-            emit.when(emit.integer(0).less(tiled), through_tiles)
+            tiled, product = rows_through_tiles(work.here, layout, steps), TileProduct(code, layout, steps)
+            many = partial(product.run, emit, work, tiled, start, row_blocks, weights, coming, count, own)
         elif goes_by_chunks(code.isa, layout, steps):
             by_chunks = ChunkProduct(code, layout, steps)
             tiled = by_chunks.rows(work.here)
-            own = scratch + thread * scratch_bytes(code, layout, steps)
+            many = partial(by_chunks.run, emit, tiled, start, weights, coming, count, own)
 
-            def through_chunks() -> None:
-                by_chunks.run(emit, tiled, start, weights, coming, blocks * block_steps, own)
-                finish(code, output)(emit, own, tiled, into, y_stride, biases, work.left)
+        def first_rows(multiply: Callable[[], None]) -> None:
+            multiply()
+            finish(code, output)(emit, own, tiled, into, y_stride, biases, work.left)
 
-            emit.when(emit.integer(0).less(tiled), through_chunks)
+        if many is not None:
+            emit.when(emit.integer(0).less(tiled), partial(first_rows, many))
 
         def run(whole: bool) -> None:
             at = tiled

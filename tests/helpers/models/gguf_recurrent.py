@@ -144,7 +144,7 @@ def _write_experts(writer: Any, config: dict[str, Any], architecture: str) -> No
 
 def in_layers(name: str, config: dict[str, Any]) -> str:
     """Return the name of a tensor, that of a head as one of a layer behind the others."""
-    layer, (module, _, kind) = f"model.layers.{config['num_hidden_layers']}", name.rpartition(".")
+    layer, (module, _, kind) = f"model.layers.{config.get('num_hidden_layers')}", name.rpartition(".")
     if module in _HEAD:
         return f"{layer}.{_HEAD[module]}.{kind}"
     return f"{layer}.{name.removeprefix('mtp.layers.0.')}" if name.startswith("mtp.layers.0.") else name

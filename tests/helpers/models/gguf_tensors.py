@@ -133,7 +133,7 @@ def _of_recurrent(name: str, values: Floats, config: dict[str, Any], architectur
 
 def stack_names(name: str) -> tuple[str, ...]:
     """Return what GGUF calls the tensor of all experts, and its halves, if it has gate and up."""
-    into = name.endswith(("gate_up_proj", "input_linear.weight"))
+    into = name.removesuffix(".weight").endswith(("gate_up_proj", "input_linear"))
     return ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps") if into else ("ffn_down_exps",)
 
 

@@ -69,14 +69,18 @@ def read_quantization(folder: Path, content: dict[str, Any]) -> Quantization | N
 
 
 def has_integers(folder: Path, content: dict[str, Any]) -> bool:
-    """Return whether any linears of a checkpoint are in few bits, and not in fp8; content: of config.json."""
+    """Return whether any linears of a checkpoint are in few bits, and not in fp8; content: of config.json.
+
+    Raises LoaderError for options that say no such thing.
+    """
     try:
         found = _section(folder, content)
+        return found is not None and not quantizes_kv_alone(found[0]) and _names_integers(*found)
     except ModelConfigError as error:
         raise LoaderError(f"model folder {folder}: {error}") from error
-    if found is None or quantizes_kv_alone(found[0]):
-        return False
-    fields, named = found
+
+
+def _names_integers(fields: Fields, named: object) -> bool:
     groups = [fields.section("config_groups").section(name) for name in fields.section("config_groups").sections()]
     weights = [each.section("weights") for each in groups]
     in_fp8 = [each.get("type") == "float" and each.get("num_bits") == 8 for each in weights]

@@ -21,7 +21,7 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, LANES, Dtype, Emitter, Int, Vec
 from executor_svc.cpu.kernels.norm import each_piece
 from executor_svc.cpu.kernels.panel_layout import PANEL, UNIT_BYTES, inner_step
-from executor_svc.device.host_memory import new_memory
+from executor_svc.device.host_memory import new_weight_memory
 
 _PANEL_UNIT_BYTES = PANEL * UNIT_BYTES
 _I32 = ir.IntType(32)
@@ -32,7 +32,7 @@ def new_panels(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Return panels [rows / 32, columns / step, 32, step] for a weight [rows, columns], all zeros."""
     step = inner_step("bfloat16" if dtype == torch.bfloat16 else "float32")
     shape = (-(-rows // PANEL), -(-columns // step), PANEL, step)
-    return new_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    return new_weight_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 class PanelWriter:

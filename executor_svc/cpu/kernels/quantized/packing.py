@@ -15,7 +15,7 @@ from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
 from executor_svc.cpu.kernels.panel_layout import PANEL
 from executor_svc.cpu.kernels.quantized.layout import STEP, WORD_BYTES, WORD_PLANE_BYTES, PackedLayout, Plane
 from executor_svc.device.dequantize import scales_marking_nan
-from executor_svc.device.host_memory import new_memory
+from executor_svc.device.host_memory import new_weight_memory
 from executor_svc.device.stored_linear import QuantBlock
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -26,7 +26,7 @@ _BYTES_OF_SCALES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def new_packed(rows: int, layout: PackedLayout) -> Tensor:
     """Return packed panels [rows / 32, panel bytes] uint8, all zeros."""
     shape = (-(-rows // PANEL), layout.panel_bytes)
-    return new_memory(shape[0] * shape[1]).view(shape)
+    return new_weight_memory(shape[0] * shape[1]).view(shape)
 
 
 class QuantPanelWriter:

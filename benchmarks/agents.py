@@ -22,8 +22,9 @@ from typing import Any
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.burst_client import local_services
 from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
-from benchmarks.common.rows import BenchmarkError, OtherLoad, Row, make_row, percentile, wait_quiet
-from cadenza import AsyncClient, SamplingParams
+from benchmarks.common.first_token import first_token
+from benchmarks.common.rows import OtherLoad, Row, make_row, percentile, wait_quiet
+from cadenza import AsyncClient
 from cadenza.info import ServerInfo
 
 NAME = "agents"
@@ -90,10 +91,10 @@ async def serve(target: str, trace: Trace, vocabulary: int) -> Served:
     prompts = [[*tools, *_draw(rng, _TASK, vocabulary)] for _ in range(trace.num_agents)]
     first_s, started = list[float](), set[int]()
     async with AsyncClient(target) as client:
-        await _call(client, [5, 6, 7])  # so that the times do not include connecting
+        await first_token(client, [5, 6, 7], _ANSWER)  # so that the times do not include connecting
         before = await client.server_info()
         for agent in trace.order():
-            taken, answer = await _call(client, prompts[agent])
+            taken, answer = await first_token(client, prompts[agent], _ANSWER)
             first_s += [taken] if agent in started else []
             started.add(agent)
             prompts[agent] += [*answer, *_draw(rng, _OUTPUT, vocabulary)]
@@ -103,18 +104,6 @@ async def serve(target: str, trace: Trace, vocabulary: int) -> Served:
 def _served(first_s: list[float], before: ServerInfo, after: ServerInfo) -> Served:
     names = ("num_prefix_queries", "num_prefix_hits", "num_prefix_host_hits")
     return Served(first_s, *(getattr(after.load, name) - getattr(before.load, name) for name in names))
-
-
-async def _call(client: AsyncClient, prompt: list[int]) -> tuple[float, list[int]]:
-    """Generate an answer; return the seconds to its first token, and its tokens."""
-    params = SamplingParams(temperature=0.0, max_tokens=_ANSWER, ignore_eos=True)
-    start, taken, tokens = time.perf_counter(), 0.0, list[int]()
-    async for output in client.stream(prompt, params):
-        tokens += output.outputs[0].token_ids
-        taken = taken or time.perf_counter() - start
-    if len(tokens) != _ANSWER:
-        raise BenchmarkError(f"a prompt of {len(prompt)} tokens was cut short")
-    return taken, tokens
 
 
 def _draw(rng: random.Random, count: int, vocabulary: int) -> list[int]:

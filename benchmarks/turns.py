@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.burst_client import local_services
 from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
-from benchmarks.common.rows import BenchmarkError, OtherLoad, Row, make_row, percentile, wait_quiet
-from cadenza import AsyncClient, SamplingParams
+from benchmarks.common.first_token import first_token
+from benchmarks.common.rows import OtherLoad, Row, make_row, percentile, wait_quiet
+from cadenza import AsyncClient
 
 NAME = "turns"
 _FIRST, _QUESTION, _ANSWER = 1000, 64, 16
@@ -67,25 +67,13 @@ async def _serve(
     served, times = [], []
     prompt = [rng.randrange(5, vocabulary) for _ in range(_FIRST)]
     async with AsyncClient(target) as client:
-        await _first_token(client, [5, 6, 7])  # so that the times do not include connecting
+        await first_token(client, [5, 6, 7], _ANSWER)  # so that the times do not include connecting
         for given in prompts or [[]] * num_turns:
-            taken, answer = await _first_token(client, given or prompt)
+            taken, answer = await first_token(client, given or prompt, _ANSWER)
             served.append(given or prompt)
             times.append(taken)
             prompt = [*prompt, *answer, *(rng.randrange(5, vocabulary) for _ in range(_QUESTION))]
     return served, times
-
-
-async def _first_token(client: AsyncClient, prompt: list[int]) -> tuple[float, list[int]]:
-    """Generate an answer; return the seconds to its first token, and its tokens."""
-    params = SamplingParams(temperature=0.0, max_tokens=_ANSWER, ignore_eos=True)
-    start, taken, tokens = time.perf_counter(), 0.0, list[int]()
-    async for output in client.stream(prompt, params):
-        tokens += output.outputs[0].token_ids
-        taken = taken or time.perf_counter() - start
-    if len(tokens) != _ANSWER:
-        raise BenchmarkError(f"a prompt of {len(prompt)} tokens was cut short")
-    return taken, tokens
 
 
 def _describe(row: Row) -> str:

@@ -145,7 +145,7 @@ class Weights:
         self._hashes[name], self._counts[name] = content.digest(), count
 
     def _check_finite(self, name: str, block: Tensor) -> None:
-        """Note a tensor that holds NaN or infinite numbers: `refuse_not_finite` tells."""
+        """Note a tensor that holds NaN or infinite numbers; `refuse_not_finite` raises."""
         if block.numel() and not all(math.isfinite(each) for each in block.aminmax()):
             self._not_finite.add(name)
 

@@ -107,18 +107,18 @@ def new_pools(
     return device.new_kv_cache(loaded.own_geometry, config, others + held_on_cpu(adapters, device), draft)
 
 
-def told_layers(draft: DraftLayers | None) -> bytes:
-    """Return what `layers_beside` reads."""
+def draft_layers_message(draft: DraftLayers | None) -> bytes:
+    """Return the message that `layers_beside` reads."""
     return json.dumps([asdict(each) for each in (() if draft is None else draft.layers)]).encode()
 
 
-def layers_beside(loaded: LoadedModel, told: bytes) -> DraftLayers | None:
+def layers_beside(loaded: LoadedModel, message: bytes) -> DraftLayers | None:
     """Return the layers of rank 0's draft that another rank lays out, too, though it has none: None if it needs not.
 
     Pages of layers with windows or states are as large as all of it asks for, and must be as many on all ranks. Where
     all layers keep the same, a block is one page, whatever lies in it.
     """
-    geometry, layers = loaded.own_geometry, [LayerKV(**each) for each in json.loads(told)]
+    geometry, layers = loaded.own_geometry, [LayerKV(**each) for each in json.loads(message)]
     alike = not any(geometry.windows) and not any(geometry.layer_states)
     return None if alike or not layers else DraftLayers(tuple(layers), 0)
 

@@ -24,7 +24,7 @@ from executor_svc.ranks.members import EXIT_RANK, Members
 from executor_svc.ranks.processes import RankProcesses
 from executor_svc.ranks.steps import LeaderRanks
 from executor_svc.startup.adapters import max_loaded
-from executor_svc.startup.held import Held, held_by, least, own_memory, read_held, told_layers
+from executor_svc.startup.held import Held, draft_layers_message, held_by, least, own_memory, read_held
 from executor_svc.startup.rank_checks import check_ranks, ranks_on_host
 from executor_svc.startup.rank_kernels import make_ranks
 from executor_svc.worker.model_adapters import ModelAdapterLoader
@@ -50,9 +50,9 @@ class Leader:
         check_split(spec, self._size)
         return make_ranks(self._device, 0, self._config, spec, self._members.exchanges, self._members.meet)
 
-    def tell_layers(self, draft: DraftLayers | None) -> None:
-        """Let the others know what a draft adds to this one's blocks; raises StartError."""
-        self._members.tell(Frame.LAYERS, told_layers(draft))
+    def send_draft_layers(self, draft: DraftLayers | None) -> None:
+        """Send the others the layers that a draft adds to this one's blocks; raises StartError."""
+        self._members.tell(Frame.LAYERS, draft_layers_message(draft))
 
     def agree(self, loaded: LoadedModel, pools: KVCache, adapters: ModelAdapterLoader | None) -> Held:
         """Return what all ranks hold: the fewest blocks, and one digest. Raises StartError."""

@@ -66,7 +66,7 @@ def build_divided(
         adapters = leader.make_adapters(loaded)
         draft = load_speculative_model(config, device, loaded)
         layers = None if draft is None else draft.layers
-        leader.tell_layers(layers)
+        leader.send_draft_layers(layers)
         pools = new_pools(loaded, device, config, adapters, ranks_on_host(config, place), layers)
         held = leader.agree(loaded, pools, adapters)
         pools = fewest_blocks(pools, held, loaded, device, config, layers)

@@ -42,7 +42,7 @@ def page_changes(lane: Lane, step: PlannedStep, freed: list[int]) -> PageChanges
     made = [(position, pages, True) for position, pages in step.saved if pages]
     known = {pages for _, pages, _ in made}
     armed = [(at, pages, False) for _, at, pages in step.saves if pages in pool.states and pages not in known]
-    if not lane.inflight:  # else a later record tells what is freed from now on
+    if not lane.inflight:  # else a later record has what is freed from now on
         freed = [*freed, *freed_pages(lane)]
     return PageChanges(_appended(sizes, step), [*armed, *made], freed)
 

@@ -1,4 +1,4 @@
-"""What a rig of `core_model` is asked to do, and what it tells."""
+"""Requests of a rig of `core_model`, and their results."""
 
 from __future__ import annotations
 

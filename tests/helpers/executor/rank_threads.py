@@ -39,7 +39,7 @@ from executor_svc.ranks.hosts.places import RankPlace
 from executor_svc.ranks.links import Link, LinkClosed
 from executor_svc.ranks.steps import LeaderRanks, MemberRanks
 from executor_svc.startup.executors import make_device
-from executor_svc.startup.held import layers_beside, told_layers
+from executor_svc.startup.held import draft_layers_message, layers_beside
 from executor_svc.startup.member import follow
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.step import StepExecutor
@@ -168,7 +168,7 @@ class RankThreads:
         for rank, model in enumerate(self.models[1:], 1):
             ours, theirs = map(Link, socket.socketpair())
             self._links.append(ours)
-            layers = layers_beside(model.loaded, told_layers(draft))
+            layers = layers_beside(model.loaded, draft_layers_message(draft))
             given = model, config, limits, theirs, self._loaders[rank], self.prepare, layers
             self._threads.append(threading.Thread(target=_follow, args=given))
             self._threads[-1].start()

@@ -41,9 +41,9 @@ WITHOUT_LONG := -m 'not long and not real'
 # the benchmarks' own tests.
 DOCS_TESTS := tests/benchmarks tests/cadenza_loadtest/test_comparison.py tests/cadenza_loadtest/test_figures.py \
   tests/cadenza_loadtest/test_report.py tests/cadenza_loadtest/test_report_titles.py \
-  tests/docs/test_extending.py tests/scheduler_svc/test_scheduler_docs.py tests/service/examples tests/service/test_chat_terminal.py \
-  tests/service/test_documents_run.py tests/service/test_first_minutes.py tests/service/test_lora_page.py \
-  tests/service/test_page_in_chromium.py tests/service/test_questions.py
+  tests/docs/test_extending.py tests/scheduler_svc/test_scheduler_docs.py tests/service/examples tests/service/terminal/test_chat_terminal.py \
+  tests/service/terminal/test_documents_run.py tests/service/terminal/test_first_minutes.py tests/service/adapters/test_lora_page.py \
+  tests/service/terminal/test_page_in_chromium.py tests/service/terminal/test_questions.py
 # What `make check` runs, without those marked slow: one folder for each part of the product, but for the kernels.
 FAST_TESTS := tests/cadenza tests/cadenza_* tests/gateway_svc tests/scheduler_svc tests/executor_svc tests/docs tests/simulation tests/chaos \
   $(addprefix --ignore ,$(DOCS_TESTS)) --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
@@ -90,7 +90,7 @@ test-clients: $(VENV)/.installed-dev ## unmodified clients of the field against 
 	@$(PY) -m pytest tests/clients $(PYTEST_ARGS)
 
 test-containers: $(VENV)/.installed-dev ## on a Docker engine, as root: the compose file and the manifests of deploy/ as containers; builds the images; half an hour
-	@CADENZA_TEST_DOCKER=1 $(PY) -m pytest tests/service/test_compose_engine.py tests/faults/test_kubernetes_containers.py $(PYTEST_ARGS)
+	@CADENZA_TEST_DOCKER=1 $(PY) -m pytest tests/service/deploy/test_compose_engine.py tests/faults/test_kubernetes_containers.py $(PYTEST_ARGS)
 
 chaos: $(VENV)/.installed-dev ## faults on real services, for up to an hour each on 1, 2 and 4 executors; N=1000 SEED=1 EXECUTORS=2 EXECUTOR=cpu, or REPLAY=history.jsonl
 ifeq ($(REPLAY),)

@@ -15,9 +15,9 @@ from executor_svc.batch.mirror_slots import MirrorSlots, ReportedTokens
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.step_result import WRONG_STATE, Computed, SampledTokens, make_result
-from executor_svc.gpu.device_slots import CommittedTokens
 from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.sampling.step_sampling import Enqueued, Forward, StepSampling
+from executor_svc.gpu.slots.device_slots import CommittedTokens
 from executor_svc.gpu.step_states import EnqueuedStates, StepSaves
 from executor_svc.plan.arrays import IntArray
 

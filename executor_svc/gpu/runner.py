@@ -12,7 +12,6 @@ from torch import Tensor
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.gpu.device_slots import DeviceSlots, is_decode
 from executor_svc.gpu.graphs import (
     CudaGraphs,
     DirectReplayer,
@@ -26,7 +25,8 @@ from executor_svc.gpu.graphs import (
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.kernels.states.plan import GpuStatePlan
-from executor_svc.gpu.slot_adapters import StepAdapters
+from executor_svc.gpu.slots.device_slots import DeviceSlots, is_decode
+from executor_svc.gpu.slots.slot_adapters import StepAdapters
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.recorded import RecordedModel
 from executor_svc.plan.limits import Limits

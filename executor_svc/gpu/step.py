@@ -23,7 +23,6 @@ from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.drafts.drafting import GpuDrafting, ngrams_of
 from executor_svc.gpu.drafts.passes import DraftPasses, GpuDraftModel
 from executor_svc.gpu.enqueued_step import GpuStep
@@ -32,7 +31,8 @@ from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling.state import SlotSamplingState
 from executor_svc.gpu.sampling.step_sampling import Enqueued, Forward, StepSampling
-from executor_svc.gpu.slot_adapters import SlotAdapters
+from executor_svc.gpu.slots.device_slots import DeviceSlots
+from executor_svc.gpu.slots.slot_adapters import SlotAdapters
 from executor_svc.gpu.step_ranks import GpuStepRanks
 from executor_svc.gpu.step_states import EnqueuedStates, StepSaves
 from executor_svc.models.decoder import Decoder

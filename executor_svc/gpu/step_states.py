@@ -18,7 +18,7 @@ from executor_svc.batch.step_states import StepStates, step_states
 from executor_svc.plan.arrays import BoolArray, IntArray
 
 if TYPE_CHECKING:
-    from executor_svc.gpu.device_slots import CommittedTokens
+    from executor_svc.gpu.slots.device_slots import CommittedTokens
 
 
 @dataclass(frozen=True, slots=True)

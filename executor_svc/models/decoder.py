@@ -12,12 +12,12 @@ from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, 
 from executor_svc.device.latent import latent_shape
 from executor_svc.device.states import StateMemory, StatePlan
 from executor_svc.models.base import Builder, WeightSource
-from executor_svc.models.decoder_weights import DecoderWeights, LayerWeights
 from executor_svc.models.kv_scales import SCALES
 from executor_svc.models.layers.mlp import Mlp
 from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import make_rotary
-from executor_svc.models.spec import HEAD, DecoderSpec, LayerSizes, LayerSpec
+from executor_svc.models.specs.spec import HEAD, DecoderSpec, LayerSizes, LayerSpec
+from executor_svc.models.weights.decoder_weights import DecoderWeights, LayerWeights
 from executor_svc.plan.description import LayerHeads
 from executor_svc.plan.state_sizes import LayerState
 

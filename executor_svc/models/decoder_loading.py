@@ -16,18 +16,18 @@ from executor_svc.device.kernels import Embedding, KVScales, Linear
 from executor_svc.device.ranks import WHOLE, RankKernels
 from executor_svc.models.adapters.places import AdaptingBuilder, ModelAdapters
 from executor_svc.models.base import Builder, ModelConfigError, StoredWeight, WeightSource
-from executor_svc.models.checkpoint import SafetensorsWeights
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.decoder import Decoder, is_ignored, layer_heads
-from executor_svc.models.decoder_weights import DecoderWeights
-from executor_svc.models.dummy_weights import DummyWeights
-from executor_svc.models.file_form import LAYERS
+from executor_svc.models.files.checkpoint import SafetensorsWeights
+from executor_svc.models.files.dummy_weights import DummyWeights
+from executor_svc.models.files.named_weights import Weights
+from executor_svc.models.files.stacked_experts import StackedExpertWeights
+from executor_svc.models.files.stored_forms import with_stored_forms
 from executor_svc.models.fit.text import fit_sentence
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.tensor_names import TensorNames
 from executor_svc.models.gguf.weights import GgufWeights
 from executor_svc.models.kv_scales import read_kv_scales, wants_fp8_kv_cache
-from executor_svc.models.named_weights import Weights
 from executor_svc.models.opened import Checkpoint
 from executor_svc.models.parallel.building import RankBuilder
 from executor_svc.models.parallel.recurrent import num_whole
@@ -36,9 +36,9 @@ from executor_svc.models.parallel.split import linears_elsewhere, num_own_elemen
 from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, Rounding, rounded_bytes, rounding_of
 from executor_svc.models.quantized.saving import QuantizedFolder
-from executor_svc.models.spec import DecoderSpec, bias_names, linear_shapes
-from executor_svc.models.stacked_experts import StackedExpertWeights
-from executor_svc.models.stored_forms import with_stored_forms
+from executor_svc.models.specs.file_form import LAYERS
+from executor_svc.models.specs.spec import DecoderSpec, bias_names, linear_shapes
+from executor_svc.models.weights.decoder_weights import DecoderWeights
 from executor_svc.plan.description import LayerHeads
 
 _log = logging.getLogger(__name__)

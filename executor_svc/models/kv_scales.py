@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cadenza_common.brief import brief
 from executor_svc.device.kernels import KVScales
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.folder import LoaderError, read_json
 from executor_svc.plan.description import LayerHeads
 

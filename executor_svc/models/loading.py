@@ -22,7 +22,8 @@ from executor_svc.device.ranks import WHOLE, RankKernels
 from executor_svc.models.adapters.places import AdapterSizes, ModelAdapters
 from executor_svc.models.adapters.reading import BaseTable
 from executor_svc.models.base import CausalLM, ModelConfigError
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.end_ids import end_ids, media_ids
 from executor_svc.models.decoder import Decoder, layer_heads, layer_states
 from executor_svc.models.decoder_loading import (
     Ends,
@@ -34,7 +35,6 @@ from executor_svc.models.decoder_loading import (
     read_scales,
     settle_spec,
 )
-from executor_svc.models.end_ids import end_ids, media_ids
 from executor_svc.models.folder import LoaderError, read_json, token_ids_of, tokenizer_of
 from executor_svc.models.gguf.block_types import BLOCK_TYPES
 from executor_svc.models.gguf.config_content import special_token_ids
@@ -44,7 +44,7 @@ from executor_svc.models.parallel.split import num_own_elements
 from executor_svc.models.quantized.method import has_integers
 from executor_svc.models.quantized.round_to_nearest import rounding_of
 from executor_svc.models.registry import refused_architecture, unknown_architecture
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 from executor_svc.plan.description import ModelGeometry
 
 __all__ = ["LoadedModel", "LoaderError", "ModelGeometry", "load_model"]

@@ -8,13 +8,13 @@ from typing import Any
 
 from cadenza_common.gguf.file import GgufError, GgufFile
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.folder import LoaderError, gguf_of, read_json, resolve_folder
 from executor_svc.models.gguf.config_content import config_content
 from executor_svc.models.gguf.weights import read_vector
 from executor_svc.models.quantized.options import texts_of
 from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)

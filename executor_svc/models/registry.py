@@ -64,7 +64,7 @@ from executor_svc.models.families.wrapped import (
     read_qwen3_5_moe_wrapped,
     read_qwen3_5_wrapped,
 )
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 
 ARCHITECTURES: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "ApertusForCausalLM": read_apertus,

@@ -88,7 +88,7 @@ class ModelFacts(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All that the model's files name (`models.end_ids`), ascending."""
+        """All that the model's files name (`models.config.end_ids`), ascending."""
         ...
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 from cadenza_common.gguf.file import GgufError, GgufFile
 from executor_svc.config import ExecutorConfig
-from executor_svc.models.end_ids import end_ids, media_ids
+from executor_svc.models.config.end_ids import end_ids, media_ids
 from executor_svc.models.folder import LoaderError, gguf_of, looks_like_path, read_json, token_ids_of, tokenizer_of
 from executor_svc.models.gguf.config_content import config_content, special_token_ids
 from executor_svc.plan.description import Fingerprint, ModelGeometry

@@ -24,7 +24,7 @@ from executor_svc.errors import StartError
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.models.parallel.split import check_split
 from executor_svc.models.sampling_defaults import sampling_defaults
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.ranks.links import Frame
 from executor_svc.ranks.members import Joined

@@ -13,7 +13,7 @@ from executor_svc.device.kv_cache import DraftLayers, KVCache
 from executor_svc.device.ranks import RankKernels
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.parallel.split import check_split
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 from executor_svc.ranks.adapters import LeaderAdapters
 from executor_svc.ranks.connected import ConnectedRanks, introduction
 from executor_svc.ranks.hosts.credentials import read_credentials

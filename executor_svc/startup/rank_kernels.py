@@ -13,7 +13,7 @@ from executor_svc.device.interface import Device
 from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.parallel.recurrent import groups_in_parts
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 from executor_svc.ranks.members import Exchanges, SharedMemory
 
 

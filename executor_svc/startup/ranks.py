@@ -15,7 +15,7 @@ from executor_svc.device.ranks import RankKernels
 from executor_svc.models.loading import load_model
 from executor_svc.models.parallel.split import check_split
 from executor_svc.models.sampling_defaults import sampling_defaults
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 from executor_svc.plan.description import Description, describe, limits_of
 from executor_svc.ranks.drafts import LeaderDrafts, MemberDrafts
 from executor_svc.ranks.hosts.places import RankPlace

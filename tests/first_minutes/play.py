@@ -15,10 +15,10 @@ from tests.first_minutes.shell import Shell
 _ADDRESS = "127.0.0.1:50051"
 _MINUTE_S = 60.0
 _SKIPPED = (
-    ("docker", "needs an engine: tests/service/test_compose_engine.py"),
+    ("docker", "needs an engine: tests/service/deploy/test_compose_engine.py"),
     ("make test", "it runs this"),
     ("pip install", "done before by --place installed, which needs a network"),
-    ("cadenza loadtest --url", "needs another server: tests/service/test_loadtest_openai.py"),
+    ("cadenza loadtest --url", "needs another server: tests/service/loadtest/test_loadtest_openai.py"),
 )
 _SLOW = ("make ", "cadenza loadtest", "cadenza simulate")
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from executor_svc.models.families.llama import read_llama
 from executor_svc.models.registry import ARCHITECTURES
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 from tests.checkpoints import make_llama
 from tests.executor_svc.driver import Model, Tokens
 from tests.executor_svc.models.test_parallel import logits_of

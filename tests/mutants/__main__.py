@@ -42,7 +42,7 @@ _OUTSIDE = re.compile(
     r"|tests/(cadenza(_cli|_common|_launcher|_loadtest)?|gateway_svc)/"
     r"|tests/executor_svc/(cpu|device|models)/"
     r"|tests/executor_svc/gpu/(test_(kv|launches|memory|runner|sampling|warm)|kernels/(attention|compile|test_))"
-    r"|tests/service/test_(blocking|cadenza|channel|chat|client|compose|documents|errors|examples|health|loadtest|pack|top)"
+    r"|tests/service/(client|deploy|examples|loadtest|terminal)/"
 )
 """Test files that are not mapped by default: they run none of the packages, or for minutes what others run too."""
 

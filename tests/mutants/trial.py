@@ -19,7 +19,7 @@ from tests.mutants.seeing import Map, Portion, batches
 
 SERVICE_TESTS = re.compile(
     r"tests/service/test_whole_service\.py::.*two processes"
-    r"|tests/service/test_replay\.py::test_both_programs_as_they_are_called.*simulated"
+    r"|tests/service/recorded/test_replay\.py::test_both_programs_as_they_are_called.*simulated"
 )
 """Tests that run the services as processes of their own, which coverage does not see: for what survives all else."""
 

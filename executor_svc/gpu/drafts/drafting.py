@@ -15,9 +15,9 @@ from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.mirror_slots import MirrorSlots
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
-from executor_svc.gpu.device_slots import DeviceSlots, NgramLengths, is_decode
 from executor_svc.gpu.kernels.slots.draft_passes import FIRST_TOKENS
 from executor_svc.gpu.kernels.slots.slots import StepSizes
+from executor_svc.gpu.slots.device_slots import DeviceSlots, NgramLengths, is_decode
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.speculation.drafting import Drafting, draft_room
 from executor_svc.speculation.drafts import DraftSource

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.gpu.device_slots import DeviceSlots, is_decode
 from executor_svc.gpu.drafts.drafting import Layout
 from executor_svc.gpu.graphs import Replayer
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
@@ -24,6 +23,7 @@ from executor_svc.gpu.kernels.slots.draft_passes import FIRST_TOKENS
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling.sampler import GpuSampler, SamplingMetadata
+from executor_svc.gpu.slots.device_slots import DeviceSlots, is_decode
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.recorded import RecordedModel
 from executor_svc.plan.limits import Limits

@@ -17,7 +17,7 @@ from executor_svc.batch.prompt_rows import PromptColumns, PromptRows, by_slot
 from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, row_logprobs
 from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace
 from executor_svc.gpu.sampling.sampler import most_top
-from executor_svc.gpu.staging import Download, Fetched, sent
+from executor_svc.gpu.slots.staging import Download, Fetched, sent
 from executor_svc.gpu.step_ranks import GpuStepRanks
 
 

@@ -8,12 +8,12 @@ from functools import partial
 import torch
 
 from executor_svc.batch.step_result import RowCandidates
-from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.graphs import Replayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.runner import GpuRunner
 from executor_svc.gpu.sampling.sampler import GpuSampler, SamplingMetadata, StepLogprobs
 from executor_svc.gpu.sampling.state import SlotSamplingState
+from executor_svc.gpu.slots.device_slots import DeviceSlots
 from executor_svc.gpu.step_ranks import GpuStepRanks
 
 HostChoice = Callable[[], RowCandidates | None]

@@ -12,7 +12,6 @@ from torch import Tensor
 from cadenza_common.plan.sampling import Need
 from executor_svc.batch.slot_sampling import SlotSampling
 from executor_svc.batch.step_result import RowLogprobs
-from executor_svc.gpu.device_slots import CommittedTokens
 from executor_svc.gpu.kernels.sampling.logits import take_best
 from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, row_logprobs
 from executor_svc.gpu.kernels.sampling.sampling import sample
@@ -20,7 +19,8 @@ from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace
 from executor_svc.gpu.kernels.sampling.state import field as place
 from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
 from executor_svc.gpu.sampling.state import SlotSamplingState
-from executor_svc.gpu.staging import Download, Fetched, Words
+from executor_svc.gpu.slots.device_slots import CommittedTokens
+from executor_svc.gpu.slots.staging import Download, Fetched, Words
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.limits import Limits
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.sampling import Need, SequenceSampling
-from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.sampling.penalties import add_tokens, restart_counts
 from executor_svc.gpu.kernels.sampling.state import (
     MAX_INT32,
@@ -24,7 +23,8 @@ from executor_svc.gpu.kernels.sampling.state import (
     num_words,
 )
 from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
-from executor_svc.gpu.slot_changes import Applied
+from executor_svc.gpu.slots.device_slots import DeviceSlots
+from executor_svc.gpu.slots.slot_changes import Applied
 from executor_svc.plan.arrays import BoolArray, IntArray, ints
 from executor_svc.plan.limits import Limits
 from executor_svc.plan.sampling import needs_of, stored

@@ -15,7 +15,6 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import RowCandidates
 from executor_svc.device.interface import Device
-from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.runner import GpuRunner
@@ -23,7 +22,8 @@ from executor_svc.gpu.sampling.prompt_logprobs import GpuPromptLogprobs, Pending
 from executor_svc.gpu.sampling.rounds import SamplingRounds
 from executor_svc.gpu.sampling.sampler import GpuSampler, PendingLogprobs, SamplingMetadata
 from executor_svc.gpu.sampling.state import SlotSamplingState
-from executor_svc.gpu.staging import sent
+from executor_svc.gpu.slots.device_slots import DeviceSlots, PendingTokens
+from executor_svc.gpu.slots.staging import sent
 from executor_svc.gpu.step_ranks import GpuStepRanks
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.limits import Limits

@@ -20,7 +20,7 @@ from typing import Any
 
 from cadenza_common.brief import brief
 from executor_svc.models.adapters.paths import CONFIG_FILE
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 
 ALL_LINEAR = "all-linear"
 """A value of target_modules: every linear but the head."""

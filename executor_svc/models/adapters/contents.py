@@ -13,7 +13,7 @@ from executor_svc.models.adapters.targets import LoraTarget, Targets
 from executor_svc.models.adapters.tensor_names import Kind, parse_name
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.safetensors_file import StoredTensor
-from executor_svc.models.spec import HEAD
+from executor_svc.models.specs.spec import HEAD
 
 _IN_CODE = {".forget_gate.": ".", ".mlp.shared_experts.": ".block_sparse_moe.shared_experts."}
 """What transformers' code calls otherwise than files of the model (Kimi Linear)."""

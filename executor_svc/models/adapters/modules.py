@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from executor_svc.models.recurrent_spec import GatedDeltaSpec, Ranges, RecurrentSpec
-from executor_svc.models.spec import HEAD, DecoderSpec, linear_shapes
-from executor_svc.models.stored_order import rows_by_head
+from executor_svc.models.files.stored_order import rows_by_head
+from executor_svc.models.specs.recurrent_spec import GatedDeltaSpec, Ranges, RecurrentSpec
+from executor_svc.models.specs.spec import HEAD, DecoderSpec, linear_shapes
 
 EMBEDDING = "model.embed_tokens"
 

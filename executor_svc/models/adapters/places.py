@@ -22,7 +22,7 @@ from executor_svc.models.base import Builder
 from executor_svc.models.decoder import attention_shape
 from executor_svc.models.layers.attention import HeadRows, pad_output
 from executor_svc.models.parallel.split import spec_of
-from executor_svc.models.spec import EMBEDDINGS, DecoderSpec
+from executor_svc.models.specs.spec import EMBEDDINGS, DecoderSpec
 
 LinearUse = tuple[int | None, LinearName]
 """A linear of a model: its layer, None for the head, and its name."""

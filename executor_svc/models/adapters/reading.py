@@ -20,11 +20,11 @@ from executor_svc.models.adapters.modules import EMBEDDING, LinearName, decoder_
 from executor_svc.models.adapters.paths import CONFIG_FILE, allowed_file
 from executor_svc.models.adapters.targets import Targets, find_targets
 from executor_svc.models.base import ModelConfigError, StoredWeight
-from executor_svc.models.content_digest import ContentDigest
+from executor_svc.models.files.content_digest import ContentDigest
+from executor_svc.models.files.stored_order import row_order
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.safetensors_file import StoredTensor, tensors_of
-from executor_svc.models.spec import HEAD, DecoderSpec
-from executor_svc.models.stored_order import row_order
+from executor_svc.models.specs.spec import HEAD, DecoderSpec
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from executor_svc.device.ranks import Share
 from executor_svc.models.adapters.adapter import Adapter, EmbeddingPart, LoraPart, TokenRows
 from executor_svc.models.adapters.modules import Module, decoder_modules
+from executor_svc.models.files.stored_order import row_order
 from executor_svc.models.parallel.split import part_of, spec_of
-from executor_svc.models.spec import DecoderSpec
-from executor_svc.models.stored_order import row_order
+from executor_svc.models.specs.spec import DecoderSpec
 
 _RECURRENT = "recurrent.in"
 

@@ -16,7 +16,7 @@ from executor_svc.models.adapters.modules import EMBEDDING, Module
 from executor_svc.models.adapters.paths import CONFIG_FILE
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.quantized.name_pattern import MatchTime, NamePattern, PatternError
-from executor_svc.models.spec import HEAD
+from executor_svc.models.specs.spec import HEAD
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]*")
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")

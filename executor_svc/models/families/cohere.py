@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import (
     MAX_LAYERS,
     layer_windows,
@@ -20,7 +20,7 @@ from executor_svc.models.families.common import (
     with_windows,
 )
 from executor_svc.models.families.glm4 import with_pairs
-from executor_svc.models.spec import DecoderSpec, LayerNames
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 
 _WINDOW = 4096
 _LEAST_SCALE = 1e-6

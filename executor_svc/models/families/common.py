@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import DEFAULT_THETA, context_limit, read_rope, rope_section
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig, Rounding
-from executor_svc.models.rope_fields import DEFAULT_THETA, context_limit, read_rope, rope_section
-from executor_svc.models.spec import DecoderSpec, LayerSpec
+from executor_svc.models.specs.spec import DecoderSpec, LayerSpec
 
 RopeReader = Callable[[Fields, int, int], RopeConfig]
 

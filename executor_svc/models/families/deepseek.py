@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import rope_section, score_factor
 from executor_svc.models.families.common import MAX_LAYERS, RopeReader, read_common, uniform_rope
 from executor_svc.models.families.experts import (
     count_from_0,
@@ -20,9 +21,8 @@ from executor_svc.models.families.experts import (
     without_experts,
 )
 from executor_svc.models.families.mistral import scaling_rope
-from executor_svc.models.latent_spec import LatentSpec
-from executor_svc.models.rope_fields import rope_section, score_factor
-from executor_svc.models.spec import DecoderSpec, ExpertsSpec
+from executor_svc.models.specs.latent_spec import LatentSpec
+from executor_svc.models.specs.spec import DecoderSpec, ExpertsSpec
 
 _V2: dict[str, Any] = {
     "num_experts_per_tok": 6,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import (
     MAX_LAYERS,
     layer_windows,
@@ -20,7 +20,7 @@ from executor_svc.models.families.common import (
     with_windows,
 )
 from executor_svc.models.families.olmo import NORMS_AFTER
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 
 _WINDOW, _EVERY = 4096, 4
 

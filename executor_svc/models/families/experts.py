@@ -8,9 +8,9 @@ from typing import Any
 
 from cadenza_common.brief import brief
 from executor_svc.device.experts import Router
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.gguf.expert_content import CHOSEN, COUNTS
-from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
+from executor_svc.models.specs.spec import DecoderSpec, ExpertNames, ExpertsSpec
 
 _MOST_EXPERTS = 4096
 _MOST_CHOSEN = 64

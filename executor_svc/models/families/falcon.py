@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import read_common
 from executor_svc.models.families.gpt2 import ACTIVATIONS
-from executor_svc.models.file_form import FileForm
-from executor_svc.models.spec import DecoderSpec, LayerNames
+from executor_svc.models.specs.file_form import FileForm
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 
 _FIELDS = {
     "hidden_size": "n_embed",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import whole_heads
 from executor_svc.models.families.llama import read_llama
 from executor_svc.models.families.recurrent import read_mamba
-from executor_svc.models.file_form import FileForm
-from executor_svc.models.recurrent_spec import MambaFactors, MambaSpec
-from executor_svc.models.spec import DecoderSpec, LayerNames, LinearFactors
+from executor_svc.models.specs.file_form import FileForm
+from executor_svc.models.specs.recurrent_spec import MambaFactors, MambaSpec
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames, LinearFactors
 
 _NAMES = LayerNames(
     before_mlp="pre_ff_layernorm",

@@ -11,12 +11,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import read_rope
 from executor_svc.models.families.common import RopeReader, layer_windows, optional_window, read_common, with_windows
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig
-from executor_svc.models.rope_fields import read_rope
-from executor_svc.models.spec import DecoderSpec, LayerNames
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 
 SANDWICHED = LayerNames(
     after_attention="post_attention_layernorm",

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import read_rope
 from executor_svc.models.families.common import layer_windows, read_common
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
 from executor_svc.models.families.gemma import GELU, SANDWICHED, read_softcap
-from executor_svc.models.file_form import BesideNames
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import ProportionalScaling
-from executor_svc.models.rope_fields import read_rope
-from executor_svc.models.spec import (
+from executor_svc.models.specs.file_form import BesideNames
+from executor_svc.models.specs.spec import (
     DecoderSpec,
     ExpertNames,
     ExpertsSpec,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import read_common, uniform_rope
-from executor_svc.models.spec import DecoderSpec, LayerNames
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 
 _NAMES = LayerNames(
     after_attention="post_self_attn_layernorm",

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import read_common, rotated_where
-from executor_svc.models.file_form import FileForm
 from executor_svc.models.layers.mlp import Activation
-from executor_svc.models.spec import DecoderSpec, LayerNames, LearnedPositions
+from executor_svc.models.specs.file_form import FileForm
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames, LearnedPositions
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import layer_windows, optional_window, read_common, with_windows
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
-from executor_svc.models.file_form import StackedForm
 from executor_svc.models.layers.experts import ClippedSwiglu
-from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
+from executor_svc.models.specs.file_form import StackedForm
+from executor_svc.models.specs.spec import DecoderSpec, ExpertNames, ExpertsSpec
 
 _ROPE: dict[str, Any] = {
     "rope_type": "yarn",

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields, is_number
+from executor_svc.models.config.config_fields import Fields, is_number
 from executor_svc.models.families.common import layer_windows, optional_window, with_windows
 from executor_svc.models.families.llama import read_llama
 from executor_svc.models.layers.rope import RopeConfig
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 
 _WINDOW = 128
 

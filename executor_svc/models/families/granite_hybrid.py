@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import rotated_where, whole_heads
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
 from executor_svc.models.families.granite import multiplied
@@ -23,7 +23,7 @@ from executor_svc.models.families.recurrent import (
     read_mamba,
     with_recurrence,
 )
-from executor_svc.models.spec import DecoderSpec, ExpertsSpec, LayerNames
+from executor_svc.models.specs.spec import DecoderSpec, ExpertsSpec, LayerNames
 
 _NAMES = LayerNames(into_mlp=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 _KINDS = LINEAR_TYPES | {"mamba": RECURRENT, "attention": ATTENTION}

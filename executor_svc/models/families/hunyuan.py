@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import DEFAULT_THETA, rope_section
 from executor_svc.models.families.common import read_common, uniform_rope
 from executor_svc.models.layers.rope import RopeConfig
-from executor_svc.models.rope_fields import DEFAULT_THETA, rope_section
-from executor_svc.models.spec import DecoderSpec, LayerNames
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 from executor_svc.portable_math import power
 
 _MOST_ALPHA = 1e9

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import uniform_rope
 from executor_svc.models.families.deepseek import read_latents, with_heads_ignored
 from executor_svc.models.families.experts import count_from_0, sigmoid_experts, with_experts
@@ -25,8 +25,8 @@ from executor_svc.models.families.recurrent import (
     taps,
     with_recurrence,
 )
-from executor_svc.models.recurrent_spec import DeltaNames, GatedDeltaSpec
-from executor_svc.models.spec import DecoderSpec, LayerNames
+from executor_svc.models.specs.recurrent_spec import DeltaNames, GatedDeltaSpec
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 from executor_svc.plan.state_sizes import DeltaState
 
 _FIELDS = {

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import read_common, uniform_rope, whole_heads
 from executor_svc.models.families.experts import count_from_0, read_router, with_experts, without_experts
 from executor_svc.models.families.recurrent import ATTENTION, RECURRENT, layer_kinds, taps, with_recurrence
-from executor_svc.models.file_form import FileForm
-from executor_svc.models.recurrent_spec import ShortConvSpec
-from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames
+from executor_svc.models.specs.file_form import FileForm
+from executor_svc.models.specs.recurrent_spec import ShortConvSpec
+from executor_svc.models.specs.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames
 
 NAMES = LayerNames(
     before_attention="operator_norm",

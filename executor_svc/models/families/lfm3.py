@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import read_rope
 from executor_svc.models.families.common import optional_window, read_common
 from executor_svc.models.families.lfm2 import FILES, NAMES
 from executor_svc.models.families.recurrent import ATTENTION, RECURRENT, layer_kinds, taps, with_recurrence
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import ProportionalScaling
-from executor_svc.models.recurrent_spec import ShortConvSpec
-from executor_svc.models.rope_fields import read_rope
-from executor_svc.models.spec import DecoderSpec, LayerNames
+from executor_svc.models.specs.recurrent_spec import ShortConvSpec
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 
 _WINDOWED = "windowed"
 _KINDS = {"conv": RECURRENT, "full_attention": ATTENTION, "sliding_attention": _WINDOWED}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import (
     MAX_LAYERS,
     layer_windows,
@@ -19,7 +19,7 @@ from executor_svc.models.families.common import (
     uniform_rope,
     with_windows,
 )
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 
 
 def read_llama(config: dict[str, Any]) -> DecoderSpec:

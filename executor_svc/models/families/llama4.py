@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import read_common, uniform_rope
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
-from executor_svc.models.file_form import StackedForm
 from executor_svc.models.layers.rope import QueryScaling, RopeConfig
-from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames, LayerSpec
+from executor_svc.models.specs.file_form import StackedForm
+from executor_svc.models.specs.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames, LayerSpec
 
 _POSITIONS = 131_072
 _HEAD_SIZE, _WIDE = 128, 16_384

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import MAX_LAYERS
 from executor_svc.models.families.qwen import read_qwen2
-from executor_svc.models.spec import MTP_LAYERS_FIELD, DecoderSpec
+from executor_svc.models.specs.spec import MTP_LAYERS_FIELD, DecoderSpec
 
 
 def read_mimo(config: dict[str, Any]) -> DecoderSpec:

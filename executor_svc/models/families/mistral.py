@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import rope_section
 from executor_svc.models.families.common import optional_window, read_common, uniform_rope, with_windows
 from executor_svc.models.layers.rope import QueryScaling, RopeConfig
 from executor_svc.models.layers.rope_scaling import DynamicScaling
-from executor_svc.models.rope_fields import rope_section
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 
 _WINDOW = 4096
 _MOST_BETA = 1e6

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import (
     MAX_LAYERS,
     optional_window,
@@ -36,7 +36,7 @@ from executor_svc.models.families.mistral import read_mistral
 from executor_svc.models.families.phi3 import W_NAMES
 from executor_svc.models.families.qwen import read_qwen2, read_qwen3
 from executor_svc.models.families.qwen3_5 import QWEN_SHARED
-from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames
+from executor_svc.models.specs.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames
 
 GRANITE = ExpertNames(
     router="block_sparse_moe.router",

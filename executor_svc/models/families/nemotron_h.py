@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import MAX_LAYERS, read_common
 from executor_svc.models.families.experts import count_from_0, sigmoid_experts, without_experts
 from executor_svc.models.families.recurrent import (
@@ -21,10 +21,10 @@ from executor_svc.models.families.recurrent import (
     step_limits,
     taps,
 )
-from executor_svc.models.file_form import FileForm
 from executor_svc.models.layers.mlp import Activation
-from executor_svc.models.recurrent_spec import MambaSpec
-from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames, LayerSpec
+from executor_svc.models.specs.file_form import FileForm
+from executor_svc.models.specs.recurrent_spec import MambaSpec
+from executor_svc.models.specs.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames, LayerSpec
 from executor_svc.plan.state_sizes import MambaState
 
 _MLP, _EXPERTS = "mlp", "moe"

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import DEFAULT_THETA, read_rope, rope_section
 from executor_svc.models.families.common import read_common
 from executor_svc.models.families.gpt2 import ACTIVATIONS
-from executor_svc.models.file_form import FileForm
 from executor_svc.models.layers.rope import RopeConfig
-from executor_svc.models.rope_fields import DEFAULT_THETA, read_rope, rope_section
-from executor_svc.models.spec import DecoderSpec, LayerNames
+from executor_svc.models.specs.file_form import FileForm
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 
 _NAMES = LayerNames(
     qkv=("attention.query_key_value",),

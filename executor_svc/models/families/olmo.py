@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import read_rope
 from executor_svc.models.families.common import (
     RopeReader,
     layer_windows,
@@ -19,8 +20,7 @@ from executor_svc.models.families.common import (
     with_windows,
 )
 from executor_svc.models.layers.rope import RopeConfig
-from executor_svc.models.rope_fields import read_rope
-from executor_svc.models.spec import DecoderSpec, LayerNames
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 
 NORMS_AFTER = LayerNames(
     before_attention=None,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import read_common, uniform_rope
 from executor_svc.models.families.gpt2 import ACTIVATIONS
-from executor_svc.models.file_form import FileForm
-from executor_svc.models.spec import DecoderSpec, LayerNames
+from executor_svc.models.specs.file_form import FileForm
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 
 _NAMES = LayerNames(before_mlp=None, output="self_attn.dense", into_mlp=("mlp.fc1",), down="mlp.fc2")
 _FUSED_NAMES = replace(_NAMES, qkv=("self_attn.qkv_proj",))

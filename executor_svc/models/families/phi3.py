@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import DEFAULT_THETA, read_rope, rope_section
 from executor_svc.models.families.common import optional_window, read_common, with_windows
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import LongScaling, LongScalingOfTwo
-from executor_svc.models.rope_fields import DEFAULT_THETA, read_rope, rope_section
-from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames
+from executor_svc.models.specs.spec import DecoderSpec, ExpertNames, ExpertsSpec, LayerNames
 
 W_NAMES = ExpertNames(
     router="block_sparse_moe.gate",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import MAX_LAYERS, read_common, uniform_rope
 from executor_svc.models.families.experts import count_from_0, read_router, sparse_layers, with_experts, without_experts
 from executor_svc.models.families.recurrent import (
@@ -21,9 +21,9 @@ from executor_svc.models.families.recurrent import (
     read_gated_delta,
     with_recurrence,
 )
-from executor_svc.models.file_form import QWEN_MTP_LAYERS_FIELD
-from executor_svc.models.recurrent_spec import DeltaNames
-from executor_svc.models.spec import DecoderSpec, ExpertNames, ExpertsSpec
+from executor_svc.models.specs.file_form import QWEN_MTP_LAYERS_FIELD
+from executor_svc.models.specs.recurrent_spec import DeltaNames
+from executor_svc.models.specs.spec import DecoderSpec, ExpertNames, ExpertsSpec
 
 _PART = 0.25
 _INTERVAL = 4

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields, is_number
-from executor_svc.models.recurrent_spec import DeltaNames, GatedDeltaSpec, MambaSpec, RecurrentSpec
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.config.config_fields import Fields, is_number
+from executor_svc.models.specs.recurrent_spec import DeltaNames, GatedDeltaSpec, MambaSpec, RecurrentSpec
+from executor_svc.models.specs.spec import DecoderSpec
 from executor_svc.plan.state_sizes import DeltaState, MambaState
 
 RECURRENT, ATTENTION = "recurrent", "attention"

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import optional_window, read_common, with_windows
 from executor_svc.models.layers.mlp import Activation
-from executor_svc.models.spec import DecoderSpec, LayerNames
+from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh"}
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from cadenza_common.brief import brief
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.deepseek import read_deepseek_v3, read_mistral4
 from executor_svc.models.families.gemma import read_gemma3
 from executor_svc.models.families.gemma4 import read_gemma4
 from executor_svc.models.families.llama4 import read_llama4
 from executor_svc.models.families.mistral import read_ministral3, read_mistral
 from executor_svc.models.families.qwen3_5 import read_qwen3_5, read_qwen3_5_moe
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 
 _READERS: dict[str, Callable[[dict[str, Any]], DecoderSpec]] = {
     "deepseek_v3": read_deepseek_v3,

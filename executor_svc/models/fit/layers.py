@@ -14,13 +14,13 @@ from executor_svc.device.kv_cache import layout_of
 from executor_svc.device.ranks import Share
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.decoder import layer_heads, layer_states
+from executor_svc.models.files.stored_names import decoder_names
 from executor_svc.models.fit.stored import StoredBytes
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.tensor_names import TensorNames
 from executor_svc.models.parallel.split import check_split, part_of, spec_of
 from executor_svc.models.registry import ARCHITECTURES, has_code, own_architecture
-from executor_svc.models.spec import DecoderSpec, linear_shapes
-from executor_svc.models.stored_names import decoder_names
+from executor_svc.models.specs.spec import DecoderSpec, linear_shapes
 
 
 def _spec(content: dict[str, Any]) -> DecoderSpec | None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from executor_svc.models.file_form import FINAL_NORM, HEAD, POSITIONS, TABLE
 from executor_svc.models.gguf.recurrent_names import FINAL_NORMS, RECURRENT_NAMES, RECURRENT_TENSORS, SHIFTED_NORMS
+from executor_svc.models.specs.file_form import FINAL_NORM, HEAD, POSITIONS, TABLE
 
 _ENDS = {
     TABLE: "token_embd",

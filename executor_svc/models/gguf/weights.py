@@ -14,16 +14,16 @@ from cadenza_common.gguf.file import GgufFile, GgufTensor
 from executor_svc.device.file_rows import FileRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
-from executor_svc.models.content_digest import ContentDigest
+from executor_svc.models.files.content_digest import ContentDigest
+from executor_svc.models.files.named_weights import Weights
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.gguf.block_types import BLOCK_TYPES, DENSE_TYPES
 from executor_svc.models.gguf.tensor_names import TensorNames, halves
-from executor_svc.models.named_weights import Weights
 from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.part_of_file import PartOfFile
 from executor_svc.models.parallel.part_tensors import Cut
 from executor_svc.models.safetensors_file import StoredTensor, is_same_content
-from executor_svc.models.spec import HEAD, TABLE
+from executor_svc.models.specs.spec import HEAD, TABLE
 
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _MAX_VECTOR = 1 << 16

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope
 from executor_svc.models.decoder import attention_shape, layer_heads
-from executor_svc.models.decoder_weights import LayerWeights
 from executor_svc.models.heads.eagle3_spec import Eagle3Spec
 from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import Rotary
+from executor_svc.models.weights.decoder_weights import LayerWeights
 
 
 @dataclass(frozen=True, slots=True)

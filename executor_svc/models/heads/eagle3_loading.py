@@ -12,11 +12,10 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kernels import Embedding, Linear
 from executor_svc.models.base import WeightSource
-from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.decoder_loading import check_memory, folder_weights
-from executor_svc.models.decoder_weights import DecoderWeights
-from executor_svc.models.dummy_weights import DummyWeights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
+from executor_svc.models.files.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.heads.draft import (
     LoadedDraft,
@@ -33,11 +32,12 @@ from executor_svc.models.heads.eagle3_spec import Eagle3Spec, is_old_format, rea
 from executor_svc.models.heads.named_tensors import NamedTensors
 from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import make_rotary
-from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.opened import open_checkpoint
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, rounded_bytes, rounding_of
-from executor_svc.models.spec import linear_shapes
+from executor_svc.models.specs.spec import linear_shapes
+from executor_svc.models.weights.decoder_weights import DecoderWeights
+from executor_svc.models.weights.linear_weight import linear_weight
 
 _UNUSED = ("t2d", "rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that checkpoints may hold and the head does not need: t2d says what d2t says."""

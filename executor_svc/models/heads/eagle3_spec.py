@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import layer_windows, optional_window, with_windows
 from executor_svc.models.families.llama import read_llama
 from executor_svc.models.families.qwen import read_qwen3
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 
 _OLD_NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

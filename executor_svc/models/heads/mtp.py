@@ -21,10 +21,10 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionPlan, AttentionShape, Embedding, Kernels, Linear, Rope
 from executor_svc.models.decoder import layer_heads
-from executor_svc.models.decoder_weights import LayerWeights
 from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import Rotary
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
+from executor_svc.models.weights.decoder_weights import LayerWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from executor_svc.models.decoder import mtp_prefix
-from executor_svc.models.file_form import LAYERS, QWEN_MTP_LAYERS_FIELD
-from executor_svc.models.spec import MTP_LAYERS_FIELD
+from executor_svc.models.specs.file_form import LAYERS, QWEN_MTP_LAYERS_FIELD
+from executor_svc.models.specs.spec import MTP_LAYERS_FIELD
 
 LAYER = "model.layers.0."
 """What the names of a head's tensors begin with here: it is read as a layer of a decoder."""

@@ -10,24 +10,24 @@ from cadenza_common.brief import brief
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.models.base import WeightSource
-from executor_svc.models.checkpoint import SafetensorsWeights
 from executor_svc.models.decoder import Decoder, attention_shape
 from executor_svc.models.decoder_loading import check_memory, open_weights
-from executor_svc.models.decoder_weights import DecoderWeights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
+from executor_svc.models.files.named_weights import Weights
+from executor_svc.models.files.stored_names import decoder_names
 from executor_svc.models.folder import LoaderError, find_weights
 from executor_svc.models.heads.draft import LoadedDraft, draft_config, layers_of, naming, own_few_bits, probe
 from executor_svc.models.heads.mtp import MtpHead, MtpWeights
 from executor_svc.models.heads.mtp_form import HIDDEN_NORM, INPUT, LAYER, MTP_FORMS, NORM, TOKEN_NORM, MtpForm
 from executor_svc.models.heads.named_tensors import NamedTensors
 from executor_svc.models.layers.rope import make_rotary
-from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.loading import LoadedModel
-from executor_svc.models.named_weights import Weights
 from executor_svc.models.opened import Checkpoint, open_checkpoint
 from executor_svc.models.quantized.round_to_nearest import RoundedSource, rounded_bytes, rounding_of
 from executor_svc.models.safetensors_file import tensors_of
-from executor_svc.models.spec import MTP_LAYERS_FIELD, DecoderSpec, LayerSpec, linear_shapes
-from executor_svc.models.stored_names import decoder_names
+from executor_svc.models.specs.spec import MTP_LAYERS_FIELD, DecoderSpec, LayerSpec, linear_shapes
+from executor_svc.models.weights.decoder_weights import DecoderWeights
+from executor_svc.models.weights.linear_weight import linear_weight
 
 _SUPPORTED = ", ".join(MTP_FORMS)
 

@@ -10,7 +10,7 @@ from executor_svc.device.ranks import RankKernels
 from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder
 from executor_svc.models.parallel.split import PARTIAL, ROW_PARALLEL
-from executor_svc.models.spec import EMBEDDINGS, HEAD, DecoderSpec
+from executor_svc.models.specs.spec import EMBEDDINGS, HEAD, DecoderSpec
 
 
 class RankBuilder:

@@ -12,8 +12,8 @@ from typing import assert_never
 
 from executor_svc.device.ranks import Share
 from executor_svc.models.parallel.part import Part
-from executor_svc.models.recurrent_spec import GatedDeltaSpec, MambaSpec, RecurrentSpec, ShortConvSpec
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.recurrent_spec import GatedDeltaSpec, MambaSpec, RecurrentSpec, ShortConvSpec
+from executor_svc.models.specs.spec import DecoderSpec
 from executor_svc.plan.state_sizes import DeltaState
 
 Units = list[tuple[int, bool]]

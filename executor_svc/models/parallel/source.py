@@ -15,7 +15,7 @@ from executor_svc.models.base import StoredWeight, WeightSource
 from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.quant_part import QuantPart
 from executor_svc.models.parallel.split import part_of
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 
 
 class RankSource:

@@ -13,7 +13,15 @@ from executor_svc.device.ranks import Share
 from executor_svc.models.base import ModelConfigError
 from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.recurrent import own_recurrence, parts_of
-from executor_svc.models.spec import HEAD, LAYER_TABLE, TABLE, DecoderSpec, LayerSizes, end_shapes, shapes_of_expert
+from executor_svc.models.specs.spec import (
+    HEAD,
+    LAYER_TABLE,
+    TABLE,
+    DecoderSpec,
+    LayerSizes,
+    end_shapes,
+    shapes_of_expert,
+)
 
 ROW_PARALLEL = ("attention.output", "mlp.down", "recurrent.output in parts")
 """Linears of which a rank has columns: the results of all ranks are summed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from executor_svc.device.stored_linear import QuantRows
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.quantized.column_major import open_awq
 from executor_svc.models.quantized.options import group_of, text_of
 from executor_svc.models.quantized.tensors import CheckpointTensors

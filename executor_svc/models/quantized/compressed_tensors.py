@@ -12,14 +12,14 @@ import torch
 
 from cadenza_common.brief import brief
 from executor_svc.device.stored_linear import QuantRows
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.quantized.fp8 import block_of
 from executor_svc.models.quantized.group_numbers import Grouping
 from executor_svc.models.quantized.name_pattern import NamePattern
 from executor_svc.models.quantized.options import bits_of, group_of, log_fp8_activations, pattern_of, text_of, texts_of
 from executor_svc.models.quantized.row_major import Integers, open_fp8, open_integers, open_mxfp4
 from executor_svc.models.quantized.tensors import CheckpointTensors
-from executor_svc.models.spec import LAYER_TABLE
+from executor_svc.models.specs.spec import LAYER_TABLE
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
 _LINEAR_CLASSES = ("Linear", "Module")

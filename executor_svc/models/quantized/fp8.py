@@ -8,7 +8,7 @@ import torch
 
 from cadenza_common.brief import brief
 from executor_svc.device.stored_linear import QuantRows
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.quantized.group_numbers import Grouping
 from executor_svc.models.quantized.options import log_fp8_activations, text_of
 from executor_svc.models.quantized.row_major import open_fp8

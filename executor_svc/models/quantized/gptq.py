@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from executor_svc.device.stored_linear import QuantRows
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.quantized.column_major import GptqKind, open_gptq
 from executor_svc.models.quantized.name_pattern import NamePattern
 from executor_svc.models.quantized.options import bits_of, group_of, pattern_of, text_of

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from cadenza_common.brief import brief
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.folder import LoaderError, read_json
 from executor_svc.models.kv_scales import quantizes_kv_alone
 from executor_svc.models.quantized import awq, compressed_tensors, fp8, gptq

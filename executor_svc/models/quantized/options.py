@@ -6,7 +6,7 @@ import logging
 from typing import Literal
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.quantized.name_pattern import NamePattern, PatternError
 
 _log = logging.getLogger(__name__)

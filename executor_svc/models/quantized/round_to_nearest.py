@@ -13,7 +13,7 @@ from executor_svc.device.interface import Device
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight, WeightSource
 from executor_svc.models.folder import LoaderError
-from executor_svc.models.spec import LAYER_TABLE
+from executor_svc.models.specs.spec import LAYER_TABLE
 
 Rounding = Literal["int8", "int4"]
 

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
-from executor_svc.models.file_form import QWEN_MTP_LAYERS_FIELD
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.quantized.round_to_nearest import TABLES, Rounding
 from executor_svc.models.safetensors_file import LENGTH_BYTES
-from executor_svc.models.spec import LAYER_TABLE, MTP_LAYERS_FIELD
+from executor_svc.models.specs.file_form import QWEN_MTP_LAYERS_FIELD
+from executor_svc.models.specs.spec import LAYER_TABLE, MTP_LAYERS_FIELD
 
 _HEADER_BYTES, _LINEAR_BYTES = 4 << 20, 1 << 10
 """Reserved for the header, which the file begins with, and of that for each linear; spaces follow it."""

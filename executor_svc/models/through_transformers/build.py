@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from executor_svc.models.base import Builder, ModelConfigError
-from executor_svc.models.checkpoint import SafetensorsWeights
-from executor_svc.models.content_digest import ContentDigest
-from executor_svc.models.dummy_weights import DummyWeights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
+from executor_svc.models.files.content_digest import ContentDigest
+from executor_svc.models.files.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.kv_scales import SCALES
 from executor_svc.models.through_transformers import attention, probe, self_check

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.kv_scales import quantizes_kv_alone
 from executor_svc.models.registry import has_no_head

@@ -18,10 +18,10 @@ from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
-from executor_svc.gpu.device_slots import DeviceSlots, PendingTokens
 from executor_svc.gpu.kernels.slots.commit import IDLE
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
-from executor_svc.gpu.slot_changes import Applied
+from executor_svc.gpu.slots.device_slots import DeviceSlots, PendingTokens
+from executor_svc.gpu.slots.slot_changes import Applied
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.limits import GroupShape, Limits
 from tests.helpers.executor.plans import columns, flat, ints, plan, scheduled, sequence

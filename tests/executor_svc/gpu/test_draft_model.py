@@ -16,7 +16,7 @@ from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
 from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
-from executor_svc.gpu.staging import Upload
+from executor_svc.gpu.slots.staging import Upload
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.heads.draft import LoadedDraft, load_draft
 from tests.executor_svc.driver import Model, spoil

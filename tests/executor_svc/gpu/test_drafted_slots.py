@@ -14,8 +14,8 @@ from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
-from executor_svc.gpu.device_slots import CommittedTokens, DeviceSlots, NgramLengths
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
+from executor_svc.gpu.slots.device_slots import CommittedTokens, DeviceSlots, NgramLengths
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafting import Drafting, draft_room

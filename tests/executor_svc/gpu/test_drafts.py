@@ -15,7 +15,7 @@ from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.sampling import state as gpu_sampling_state
-from executor_svc.gpu.staging import Upload
+from executor_svc.gpu.slots.staging import Upload
 from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.ngram import NgramSource

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.slots import Slots
-from executor_svc.gpu import device_slots as gpu_slots
-from executor_svc.gpu import staging as gpu_staging
-from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepSizes
-from executor_svc.gpu.staging import Download, StagedChanges, Upload
+from executor_svc.gpu.slots import device_slots as gpu_slots
+from executor_svc.gpu.slots import staging as gpu_staging
+from executor_svc.gpu.slots.device_slots import DeviceSlots
+from executor_svc.gpu.slots.staging import Download, StagedChanges, Upload
 from executor_svc.plan.limits import GroupShape
 from tests.executor_svc.gpu.slot_histories import LIMITS, MOST, History
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence

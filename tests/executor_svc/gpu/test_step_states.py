@@ -11,10 +11,10 @@ from cadenza_common.plan.plan import StateSaves
 from executor_svc.batch.mirror_slots import MirrorSlots
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.step_states import StepStates
-from executor_svc.gpu.device_slots import CommittedTokens
 from executor_svc.gpu.kernels.slots.commit import IDLE
-from executor_svc.gpu.slot_states import DeviceStates
-from executor_svc.gpu.staging import StagedChanges
+from executor_svc.gpu.slots.device_slots import CommittedTokens
+from executor_svc.gpu.slots.slot_states import DeviceStates
+from executor_svc.gpu.slots.staging import StagedChanges
 from executor_svc.gpu.step_states import EnqueuedStates, StepSaves
 from tests.helpers.executor.plans import ints, plan, scheduled, sequence
 from tests.helpers.scheduler.fake_executor import LIMITS

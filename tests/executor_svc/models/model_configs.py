@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from executor_svc.models.registry import ARCHITECTURES
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 from tests.checkpoints import MIXTURES
 
 NAMES = {

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.config_fields import Fields
-from executor_svc.models.rope_fields import ROPE_TYPES
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import ROPE_TYPES
 from tests.checkpoints import FAMILIES, MIXTURES, NEWER, RECURRENT
 from tests.executor_svc.models.model_configs import ALWAYS, LLAMA3, LONG, SIZES, WRAPPED, WRONG, read
 

@@ -15,7 +15,7 @@ from executor_svc.device.ranks import Share
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.recurrent import is_divided, own_recurrence, parts_of
-from executor_svc.models.recurrent_spec import DeltaNames, GatedDeltaSpec, MambaSpec, RecurrentSpec, ShortConvSpec
+from executor_svc.models.specs.recurrent_spec import DeltaNames, GatedDeltaSpec, MambaSpec, RecurrentSpec, ShortConvSpec
 from executor_svc.plan.arrays import IntArray
 from executor_svc.plan.state_sizes import DeltaState, MambaState
 from tests.checkpoints import make_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from executor_svc.models.end_ids import end_ids
+from executor_svc.models.config.end_ids import end_ids
 
 ADDED = {"id": 7, "content": "<|im_end|>", "special": True}
 

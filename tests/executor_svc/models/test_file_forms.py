@@ -14,15 +14,15 @@ from torch import Tensor
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.device.ranks import Share
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat
-from executor_svc.models.checkpoint import SafetensorsWeights
-from executor_svc.models.decoder_weights import DecoderWeights
-from executor_svc.models.file_form import FileForm
+from executor_svc.models.files.checkpoint import SafetensorsWeights
+from executor_svc.models.files.stored_names import decoder_names
+from executor_svc.models.files.stored_order import QuantRowsByHead, row_order, rows_by_head
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.parallel.source import RankSource
 from executor_svc.models.parallel.split import spec_of
-from executor_svc.models.spec import DecoderSpec, LearnedPositions
-from executor_svc.models.stored_names import decoder_names
-from executor_svc.models.stored_order import QuantRowsByHead, row_order, rows_by_head
+from executor_svc.models.specs.file_form import FileForm
+from executor_svc.models.specs.spec import DecoderSpec, LearnedPositions
+from executor_svc.models.weights.decoder_weights import DecoderWeights
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.models.test_parallel import logits_of

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from executor_svc.models.checkpoint import SafetensorsWeights
-from executor_svc.models.dummy_weights import DummyWeights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
+from executor_svc.models.files.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.kv_scales import read_kv_scales
 from executor_svc.plan.description import LayerHeads

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from executor_svc.models.base import ModelConfigError
+from executor_svc.models.config.rope_fields import ROPE_TYPES
 from executor_svc.models.gguf.config_content import _ARCHITECTURES
 from executor_svc.models.registry import ARCHITECTURES
-from executor_svc.models.rope_fields import ROPE_TYPES
 from tests.checkpoints import FAMILIES, MIXTURES, NEWER, RECURRENT
 from tests.executor_svc.models.model_configs import NAMES, SIZES, WRAPPED
 from tests.helpers.paths import ROOT

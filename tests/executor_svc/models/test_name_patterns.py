@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from executor_svc.models.checkpoint import SafetensorsWeights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.quantized.method import read_quantization
 from executor_svc.models.quantized.name_pattern import MatchTime

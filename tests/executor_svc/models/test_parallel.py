@@ -17,7 +17,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.device.ranks import Share
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat
 from executor_svc.models.base import ModelConfigError
-from executor_svc.models.checkpoint import SafetensorsWeights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.quant_part import QuantPart

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from executor_svc.cpu.kernels.states.kernels import CpuStateKernels
 from executor_svc.models.decoder import Decoder, is_ignored
+from executor_svc.models.files.stored_names import decoder_names
 from executor_svc.models.registry import ARCHITECTURES, own_architecture
-from executor_svc.models.spec import DecoderSpec, linear_shapes
-from executor_svc.models.stored_names import decoder_names
+from executor_svc.models.specs.spec import DecoderSpec, linear_shapes
 
 FILES = sorted((Path(__file__).parents[2] / "data" / "published_configs").iterdir())
 MIXTURE_LAYERS = 4

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.stored_linear import QuantRows
-from executor_svc.models.checkpoint import SafetensorsWeights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.quantized.compressed_tensors import CompressedTensors
 from executor_svc.models.quantized.gptq import Gptq

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.stored_linear import QuantRows
-from executor_svc.models.checkpoint import SafetensorsWeights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
 from executor_svc.models.folder import LoaderError
 from tests.executor_svc.models.test_quantization_config import CPU, HERE, NAMES, SHAPE, config_of, load, read
 

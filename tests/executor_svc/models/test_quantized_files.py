@@ -14,7 +14,7 @@ from torch import Tensor
 
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.stored_linear import QuantRows
-from executor_svc.models.checkpoint import SafetensorsWeights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
 from executor_svc.models.quantized.method import read_quantization
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
+from executor_svc.models.config.rope_fields import ROPE_TYPES, read_rope
 from executor_svc.models.layers.rope import RopeConfig, Rotary, inverse_frequencies, make_rotary
 from executor_svc.models.layers.rope_scaling import DynamicScaling
-from executor_svc.models.rope_fields import ROPE_TYPES, read_rope
 
 CPU = torch.device("cpu")
 POSITIONS = 4096

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.models.checkpoint import SafetensorsWeights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
 from executor_svc.models.loading import LoaderError, load_model
 from executor_svc.models.quantized import saving
 from executor_svc.startup.executors import make_device

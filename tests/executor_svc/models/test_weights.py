@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from executor_svc.cpu.weight_readers import WeightReaders
-from executor_svc.models import dummy_weights, named_weights
-from executor_svc.models.checkpoint import SafetensorsWeights
-from executor_svc.models.dummy_weights import DummyWeights
+from executor_svc.models.files import dummy_weights, named_weights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
+from executor_svc.models.files.dummy_weights import DummyWeights
 from executor_svc.models.folder import LoaderError
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from executor_svc.device.kernels import Embedding, Linear, WeightRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows, StoredLinear
 from executor_svc.models.base import StoredWeight
 from executor_svc.models.decoder import Decoder
-from executor_svc.models.dummy_weights import DummyWeights
 from executor_svc.models.families.llama import read_llama
+from executor_svc.models.files.dummy_weights import DummyWeights
 
 CPU = torch.device("cpu")
 Q4 = QuantFormat("symmetric", bits=4, group=32, zero=8)

@@ -27,7 +27,7 @@ from executor_svc.device.ranks import RankKernels, Share
 from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.models.loading import LoadedModel, load_model
 from executor_svc.models.parallel.split import check_split
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 from executor_svc.plan.limits import Limits
 from executor_svc.ranks.adapters import LeaderAdapters, serve_adapters
 from executor_svc.ranks.drafts import MemberDrafts

@@ -14,9 +14,9 @@ from executor_svc.models.adapters.adapter import Adapter, TokenRows
 from executor_svc.models.adapters.contents import AdapterLimits
 from executor_svc.models.adapters.reading import read_adapter
 from executor_svc.models.base import StoredWeight
-from executor_svc.models.checkpoint import SafetensorsWeights
+from executor_svc.models.files.checkpoint import SafetensorsWeights
 from executor_svc.models.registry import ARCHITECTURES
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.spec import DecoderSpec
 
 
 def spec_of(base: Path) -> DecoderSpec:

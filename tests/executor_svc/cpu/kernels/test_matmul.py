@@ -18,7 +18,7 @@ from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.linear import CpuLinear
 from executor_svc.cpu.kernels.matmul_tiles import has_pairs
 from executor_svc.cpu.kernels.panel_layout import AHEAD, PANEL, ROWS_AT_ONCE, panel_item
-from executor_svc.models.linear_weight import LinearWeight
+from executor_svc.models.weights.linear_weight import LinearWeight
 from tests.executor_svc.cpu.kernels import emitted
 from tests.executor_svc.cpu.kernels.bits import equal_bits
 from tests.executor_svc.cpu.kernels.processors import ISAS

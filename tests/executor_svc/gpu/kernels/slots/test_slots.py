@@ -16,7 +16,7 @@ from executor_svc.gpu.kernels.slots.commit import IDLE, commit_step
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, UpdateCounts, apply_updates
 from executor_svc.gpu.kernels.slots.slots import STATE_FAILED, SlotState, StepBuffers, StepInputs, StepSizes
 from executor_svc.gpu.kernels.slots.step_inputs import build_step
-from executor_svc.gpu.staging import StagedChanges
+from executor_svc.gpu.slots.staging import StagedChanges
 
 POISON = -(2**31)
 BLOCK = 8

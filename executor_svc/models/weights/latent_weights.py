@@ -13,11 +13,11 @@ from executor_svc.device.kernels import AttentionShape, KVScales, WeightRows
 from executor_svc.device.latent import HeadLinear, LatentKernels
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
 from executor_svc.models.base import Builder, WeightSource
-from executor_svc.models.latent_spec import LatentSpec
 from executor_svc.models.layers.attention import HeadRows
 from executor_svc.models.layers.latent import LatentAttention, LatentQueries
-from executor_svc.models.linear_weight import LinearWeight, QuantHeads, StoredPart, linear_weight
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.latent_spec import LatentSpec
+from executor_svc.models.specs.spec import DecoderSpec
+from executor_svc.models.weights.linear_weight import LinearWeight, QuantHeads, StoredPart, linear_weight
 
 
 class LatentWeights:

@@ -25,9 +25,9 @@ from executor_svc.gpu.kernels.slots.ngram_drafts import draft_ngrams
 from executor_svc.gpu.kernels.slots.slot_updates import RUN_WORDS, apply_updates
 from executor_svc.gpu.kernels.slots.slots import SlotState, StepBuffers, StepInputs, StepSizes
 from executor_svc.gpu.kernels.slots.step_inputs import build_step
-from executor_svc.gpu.slot_changes import Applied, ChangeLog
-from executor_svc.gpu.slot_states import DeviceStates
-from executor_svc.gpu.staging import Download, Fetched, StagedChanges, Upload, Words
+from executor_svc.gpu.slots.slot_changes import Applied, ChangeLog
+from executor_svc.gpu.slots.slot_states import DeviceStates
+from executor_svc.gpu.slots.staging import Download, Fetched, StagedChanges, Upload, Words
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.plan.limits import Limits
 

@@ -1,4 +1,4 @@
-"""The parts of a decoder's layer: sizes, names in checkpoints, experts; `models.spec` has the model."""
+"""The parts of a decoder's layer: sizes, names in checkpoints, experts; `models.specs.spec` has the model."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from executor_svc.device.experts import Router, own_experts
 from executor_svc.device.ranks import WHOLE, Share
-from executor_svc.models.file_form import BesideNames, StackedForm
-from executor_svc.models.latent_spec import LatentSpec
 from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.layers.rope import LATER, RopeConfig
-from executor_svc.models.recurrent_spec import RecurrentSpec
+from executor_svc.models.specs.file_form import BesideNames, StackedForm
+from executor_svc.models.specs.latent_spec import LatentSpec
+from executor_svc.models.specs.recurrent_spec import RecurrentSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.device.adapters import AdapterRows
-from executor_svc.gpu.device_slots import DeviceSlots
 from executor_svc.gpu.kernels.lora.tables import GpuAdapterRows, RowTable, sort_rows, sort_tokens
 from executor_svc.gpu.kernels.slots.slots import StepSizes
+from executor_svc.gpu.slots.device_slots import DeviceSlots
 from executor_svc.models.recorded import RecordedModel
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from cadenza_common.brief import brief
-from executor_svc.models.config_fields import Fields
+from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.layers.rope import RopeConfig, Rounding
 from executor_svc.models.layers.rope_scaling import (
     DynamicScaling,

@@ -13,7 +13,7 @@ from executor_svc.ranks.processes import RankProcesses
 from executor_svc.replay import __main__ as executor_replay
 from scheduler_svc.replay import __main__ as scheduler_replay
 from tests.checkpoints import make_llama
-from tests.service.test_replay import EXECUTOR, _run, kinds, read
+from tests.service.recorded.test_replay import EXECUTOR, _run, kinds, read
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from executor_svc.models.named_weights import Weights
+from executor_svc.models.files.named_weights import Weights
 
 _STD = 0.02
 _DRAWN_TOGETHER = 16

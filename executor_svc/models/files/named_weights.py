@@ -14,9 +14,9 @@ from torch import Tensor
 from executor_svc.device.file_rows import FileRows
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import StoredWeight
-from executor_svc.models.content_digest import ContentDigest
+from executor_svc.models.files.content_digest import ContentDigest
 from executor_svc.models.folder import LoaderError
-from executor_svc.models.spec import HEAD, TABLE
+from executor_svc.models.specs.spec import HEAD, TABLE
 
 _log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from executor_svc.models.file_form import HEAD, LAYERS, FileForm
 from executor_svc.models.folder import LoaderError
+from executor_svc.models.specs.file_form import HEAD, LAYERS, FileForm
 
 Place = TypeVar("Place")
 

@@ -18,16 +18,16 @@ from torch import Tensor
 from executor_svc.device.file_rows import FileRows
 from executor_svc.device.stored_linear import QuantBlock, QuantFormat, QuantRows
 from executor_svc.models.base import StoredWeight
-from executor_svc.models.checkpoint import SafetensorsWeights
-from executor_svc.models.content_digest import ContentDigest
-from executor_svc.models.file_form import LAYERS
+from executor_svc.models.files.checkpoint import SafetensorsWeights
+from executor_svc.models.files.content_digest import ContentDigest
+from executor_svc.models.files.stored_names import give_own_endings
 from executor_svc.models.folder import LoaderError
 from executor_svc.models.quantized.method import Quantization
 from executor_svc.models.quantized.rows import LazyRows, row_ranges, unpack_bytes
 from executor_svc.models.quantized.tensors import check_scales
 from executor_svc.models.safetensors_file import StoredTensor
-from executor_svc.models.spec import DecoderSpec, ExpertsSpec
-from executor_svc.models.stored_names import give_own_endings
+from executor_svc.models.specs.file_form import LAYERS
+from executor_svc.models.specs.spec import DecoderSpec, ExpertsSpec
 
 _GROUP = 32
 _KIND = QuantFormat(name="MXFP4", bits=4, group=_GROUP, values="e2m1", scale="e8m0")

@@ -10,19 +10,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from executor_svc.device.kernels import HeadNormKind
-from executor_svc.models.file_form import HEAD as HEAD
-from executor_svc.models.file_form import TABLE as TABLE
-from executor_svc.models.file_form import FileForm
-from executor_svc.models.layer_spec import ExpertNames as ExpertNames
-from executor_svc.models.layer_spec import ExpertsSpec as ExpertsSpec
-from executor_svc.models.layer_spec import LayerInputs as LayerInputs
-from executor_svc.models.layer_spec import LayerNames as LayerNames
-from executor_svc.models.layer_spec import LayerSizes as LayerSizes
-from executor_svc.models.layer_spec import LayerSpec as LayerSpec
-from executor_svc.models.layer_spec import LinearFactors as LinearFactors
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import LATER, QueryScaling, RopeConfig
 from executor_svc.models.layers.rope_scaling import DynamicScaling, LongScaling
+from executor_svc.models.specs.file_form import HEAD as HEAD
+from executor_svc.models.specs.file_form import TABLE as TABLE
+from executor_svc.models.specs.file_form import FileForm
+from executor_svc.models.specs.layer_spec import ExpertNames as ExpertNames
+from executor_svc.models.specs.layer_spec import ExpertsSpec as ExpertsSpec
+from executor_svc.models.specs.layer_spec import LayerInputs as LayerInputs
+from executor_svc.models.specs.layer_spec import LayerNames as LayerNames
+from executor_svc.models.specs.layer_spec import LayerSizes as LayerSizes
+from executor_svc.models.specs.layer_spec import LayerSpec as LayerSpec
+from executor_svc.models.specs.layer_spec import LinearFactors as LinearFactors
 
 MTP_LAYERS_FIELD = "num_nextn_predict_layers"
 """Of config.json: the number of layers of a head of multi-token prediction."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from executor_svc.models.file_form import LAYERS
-from executor_svc.models.recurrent_spec import GatedDeltaSpec, MambaSpec
-from executor_svc.models.spec import DecoderSpec, LayerSpec
+from executor_svc.models.specs.file_form import LAYERS
+from executor_svc.models.specs.recurrent_spec import GatedDeltaSpec, MambaSpec
+from executor_svc.models.specs.spec import DecoderSpec, LayerSpec
 
 
 def with_stored_forms(spec: DecoderSpec, holds: Callable[[str], bool]) -> DecoderSpec:

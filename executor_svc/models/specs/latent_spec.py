@@ -1,4 +1,4 @@
-"""The sizes and names of multi-head latent attention in a layer, as part of its `models.spec.LayerSpec`."""
+"""The sizes and names of multi-head latent attention in a layer, as part of its `models.specs.spec.LayerSpec`."""
 
 from __future__ import annotations
 

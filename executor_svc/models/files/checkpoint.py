@@ -15,9 +15,11 @@ from torch import Tensor
 from executor_svc.device.file_rows import FileRows
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.base import StoredWeight
-from executor_svc.models.content_digest import ContentDigest
+from executor_svc.models.files.content_digest import ContentDigest
+from executor_svc.models.files.named_weights import Weights
+from executor_svc.models.files.stored_names import decoder_names, give_own_endings, has_own_names
+from executor_svc.models.files.stored_order import FileOrder
 from executor_svc.models.folder import LoaderError, find_weights
-from executor_svc.models.named_weights import Weights
 from executor_svc.models.parallel.part import Part
 from executor_svc.models.parallel.part_of_file import PartOfFile
 from executor_svc.models.parallel.part_tensors import Cut, PartTensors, is_same_format
@@ -30,9 +32,7 @@ from executor_svc.models.safetensors_file import (
     is_without_effect,
     tensors_of,
 )
-from executor_svc.models.spec import HEAD, TABLE, DecoderSpec
-from executor_svc.models.stored_names import decoder_names, give_own_endings, has_own_names
-from executor_svc.models.stored_order import FileOrder
+from executor_svc.models.specs.spec import HEAD, TABLE, DecoderSpec
 
 _log = logging.getLogger(__name__)
 

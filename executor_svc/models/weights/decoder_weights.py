@@ -13,16 +13,18 @@ from executor_svc.device.kernels import AttentionShape, Embedding, HeadNorms, KV
 from executor_svc.device.ranks import HeadNormRanks
 from executor_svc.device.stored_linear import StoredLinear
 from executor_svc.models.base import Builder, WeightSource
-from executor_svc.models.experts_weights import ExpertsWeights
-from executor_svc.models.file_form import FINAL_NORM, POSITIONS
-from executor_svc.models.latent_weights import LatentWeights
 from executor_svc.models.layers.attention import Attention, HeadRows
 from executor_svc.models.layers.experts import ExpertsBeside
 from executor_svc.models.layers.inputs import LayerInput, TokenInputs
 from executor_svc.models.layers.latent import LatentAttention
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
 from executor_svc.models.layers.norm import LayerNorm, Norm, RmsNorm
-from executor_svc.models.linear_weight import (
+from executor_svc.models.parallel.building import RankBuilder
+from executor_svc.models.specs.file_form import FINAL_NORM, POSITIONS
+from executor_svc.models.specs.spec import EMBEDDINGS, HEAD, LAYER_TABLE, TABLE, DecoderSpec, mlp_rows, qkv_rows
+from executor_svc.models.weights.experts_weights import ExpertsWeights
+from executor_svc.models.weights.latent_weights import LatentWeights
+from executor_svc.models.weights.linear_weight import (
     LinearWeight,
     StoredPart,
     head_gate_weight,
@@ -30,9 +32,7 @@ from executor_svc.models.linear_weight import (
     output_weight,
     qkv_weight,
 )
-from executor_svc.models.parallel.building import RankBuilder
-from executor_svc.models.recurrent_weights import RecurrentLayer, RecurrentWeights, scaled
-from executor_svc.models.spec import EMBEDDINGS, HEAD, LAYER_TABLE, TABLE, DecoderSpec, mlp_rows, qkv_rows
+from executor_svc.models.weights.recurrent_weights import RecurrentLayer, RecurrentWeights, scaled
 
 
 @dataclass(frozen=True, slots=True)

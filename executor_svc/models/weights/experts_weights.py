@@ -15,9 +15,9 @@ from executor_svc.models.base import Builder, ModelConfigError, WeightSource
 from executor_svc.models.layers.experts import ExpertChoice, Experts, ExpertsBeside
 from executor_svc.models.layers.mlp import GATED, PLAIN, GatedMlp, Mlp, PlainMlp
 from executor_svc.models.layers.norm import RmsNorm
-from executor_svc.models.linear_weight import linear_weight
 from executor_svc.models.parallel.building import RankBuilder
-from executor_svc.models.spec import DecoderSpec, ExpertsSpec, into_rows
+from executor_svc.models.specs.spec import DecoderSpec, ExpertsSpec, into_rows
+from executor_svc.models.weights.linear_weight import linear_weight
 
 
 class ExpertsWeights:

@@ -13,15 +13,15 @@ from executor_svc.device.ranks import GatedNormRanks
 from executor_svc.device.states import StateKernels
 from executor_svc.device.stored_linear import QuantRows, StoredLinear
 from executor_svc.models.base import Builder, ModelConfigError, WeightSource
+from executor_svc.models.files.stored_order import QuantRowsByHead, row_order
 from executor_svc.models.layers.factors import ScaledLinear
 from executor_svc.models.layers.gated_delta import DeltaTensors, GatedDelta, LowRankGates
 from executor_svc.models.layers.mamba import Mamba, MambaTensors
 from executor_svc.models.layers.short_conv import ShortConv
-from executor_svc.models.linear_weight import LinearWeight, StoredPart, linear_weight
 from executor_svc.models.parallel.building import RankBuilder
-from executor_svc.models.recurrent_spec import GatedDeltaSpec, MambaSpec, RecurrentSpec, ShortConvSpec
-from executor_svc.models.spec import DecoderSpec
-from executor_svc.models.stored_order import QuantRowsByHead, row_order
+from executor_svc.models.specs.recurrent_spec import GatedDeltaSpec, MambaSpec, RecurrentSpec, ShortConvSpec
+from executor_svc.models.specs.spec import DecoderSpec
+from executor_svc.models.weights.linear_weight import LinearWeight, StoredPart, linear_weight
 
 RecurrentLayer = ShortConv | GatedDelta | Mamba
 _INTO, _DECAY, _GATE = "recurrent.in", "recurrent.decay", "recurrent.gate"

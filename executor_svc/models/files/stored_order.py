@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.stored_linear import QuantBlock, QuantRows
-from executor_svc.models.file_form import LAYERS
 from executor_svc.models.parallel.part_tensors import Cut, within
 from executor_svc.models.safetensors_file import StoredTensor, TensorRows
-from executor_svc.models.spec import DecoderSpec
+from executor_svc.models.specs.file_form import LAYERS
+from executor_svc.models.specs.spec import DecoderSpec
 
 
 def rows_by_head(spec: DecoderSpec) -> tuple[range, ...]:

@@ -12,7 +12,7 @@ from cadenza_common.plan.plan import AdmittedSequence, StepPlan
 from executor_svc.batch.block_tables import TablePlaces
 from executor_svc.gpu.kernels.sampling.state import MAX_INT32
 from executor_svc.gpu.kernels.slots.slots import DRAFTS_END, MAX_DRAFTS, MAX_LEN, NUM_NUMBERS, SlotState, padded
-from executor_svc.gpu.staging import StagedChanges
+from executor_svc.gpu.slots.staging import StagedChanges
 from executor_svc.plan.arrays import IntArray, ints
 from executor_svc.plan.limits import Limits
 

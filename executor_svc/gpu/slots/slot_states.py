@@ -12,7 +12,7 @@ from torch import Tensor
 from executor_svc.batch.step_states import StepStates
 from executor_svc.gpu.kernels.slots.slots import padded
 from executor_svc.gpu.kernels.states.saves import SaveTensors
-from executor_svc.gpu.staging import StagedChanges
+from executor_svc.gpu.slots.staging import StagedChanges
 from executor_svc.plan.limits import Limits
 
 

@@ -1,4 +1,4 @@
-"""The sizes and names of recurrent layers, as part of their `models.spec.LayerSpec`.
+"""The sizes and names of recurrent layers, as part of their `models.specs.spec.LayerSpec`.
 
 Each kind names its linears with two dimensions (`shapes`) and what it keeps of a sequence (`state`).
 """

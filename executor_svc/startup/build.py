@@ -63,7 +63,7 @@ def build_model(
     prints = fingerprint(loaded, device, pools, engine)
     limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)
     limits = limits if found is None else found.within(limits)
-    grammars = None if found is None else found.of_slots(limits)
+    grammars = None if found is None else found.of_slots(limits, device.name)
     _log_device(device, prints.mode, limits, pools)
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
     executor = make_executor(

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cadenza_common.grammar.table import GrammarEngine, TableSource, table_source
+from executor_svc.device.interface import cores
 from executor_svc.plan.description import ModelFacts
 from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.structured.compiler import Compiler
 from executor_svc.structured.drafts import GrammarDrafts
 from executor_svc.structured.slot_grammars import SlotGrammars
+
+_MOST_THREADS, _CORES_OF_THREAD = 4, 3
+"""That make masks: one for so many cores. What they do with the interpreter's lock would hold up more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +28,14 @@ class Grammars:
         """Return the limits of an executor with grammars."""
         return replace(limits, has_grammars=True)
 
-    def of_slots(self, limits: Limits) -> SlotGrammars:
+    def of_slots(self, limits: Limits, device_name: str = "cpu") -> SlotGrammars:
         """Return the grammars of the slots of an executor with these limits; makes the table of tokens.
 
-        At the start, as that holds the interpreter: a second for 131,072 tokens. Raises ValueError, OSError.
+        At the start, as that holds the interpreter: a second for 131,072 tokens. Masks are made by several threads if
+        the device leaves the host's cores to them. Raises ValueError, OSError.
         """
-        compiler = Compiler(self.source)
+        num_threads = 1 if device_name == "cpu" else max(1, min(_MOST_THREADS, cores() // _CORES_OF_THREAD))
+        compiler = Compiler(self.source, num_lexers=num_threads)
         compiler.prepare()
         return SlotGrammars(compiler, limits.num_slots, limits.max_drafts)
 

@@ -3,7 +3,8 @@
 A compiled grammar is llguidance's matcher at the beginning of an output. Its copies are cheap because they share a
 lexer, which keeps the states that it has built: so what one copy has paid for, the others get for nothing. But an error
 of the shared lexer (a limit, a panic) is an error of all copies. `GrammarState` finds out which of them would have had
-it alone; see there.
+it alone; see there. Only one thread at a time can use a lexer, so a grammar of many sequences is compiled again, up to
+`num_lexers` times, and its sequences move to the lexer with the fewest of them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -32,11 +35,15 @@ _BYTES_OF_LEXER = 2**22
 _BYTES_PER_CHAR = 512
 _MAX_WALKS = 2
 """Compilations at once for sequences that go on alone, beside the others."""
+_SEQUENCES_OF_LEXER = 8
+"""A lexer with more sequences gets another beside it."""
+_NOBODY = -1
+"""Who asks for it, among the tenants whose turns there are."""
 
 
 @dataclass(eq=False, slots=True)
 class Compiled:
-    """A compiled grammar, from which sequences begin."""
+    """A compiled grammar with one lexer, from which sequences begin."""
 
     base: Any
     """An `llguidance.LLMatcher` that has taken nothing."""
@@ -45,6 +52,12 @@ class Compiled:
 
     first_s: float = 0.0
     """Seconds that the first mask of a sequence takes, as `warm` has found."""
+
+    number: int = 0
+    """Of the lexer, among those of its grammar."""
+
+    sequences: WeakSet[Any] = field(default_factory=WeakSet)
+    """The states that share the lexer."""
 
     def warm(self, vocab_size: int) -> None:
         """Make the first mask where the grammar is compiled: the shared lexer keeps what takes long in it.
@@ -90,13 +103,20 @@ class _Compilation:
 class Compiler:
     """Compiles grammars for one table of tokens; for use by several threads."""
 
-    def __init__(self, source: TableSource, max_bytes: int = MAX_COMPILED_BYTES) -> None:
-        """Read nothing yet: `prepare` does, or the first grammar. max_bytes: of compiled grammars."""
+    def __init__(self, source: TableSource, max_bytes: int = MAX_COMPILED_BYTES, num_lexers: int = 1) -> None:
+        """Read nothing yet: `prepare` does, or the first grammar.
+
+        max_bytes: of compiled grammars. num_lexers: the most of one grammar.
+        """
         self._source = source
+        self.num_lexers = num_lexers
         self._table: Any = None
         self._table_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._compiled: BoundedCache[GrammarSpec, Compiled] = BoundedCache(_MAX_COMPILED, max_bytes)
+        self._compiled: BoundedCache[GrammarSpec, list[Compiled]] = BoundedCache(_MAX_COMPILED, max_bytes)
+        """By grammar, its lexers in the order of their numbers."""
+        self._growing: set[GrammarSpec] = set()
+        """Grammars that get another lexer."""
         self._running: dict[GrammarSpec, _Compilation] = {}
         self._turns = CompileTurns()
         self._walks = threading.BoundedSemaphore(_MAX_WALKS)
@@ -130,7 +150,7 @@ class Compiler:
         with self._lock:
             if (found := self._compiled.get(spec)) is not None:
                 done: Future[Compiled] = Future()
-                done.set_result(found)
+                done.set_result(_lightest(found))
                 return done
             compilation = self._running.get(spec)
             if compilation is None:
@@ -149,11 +169,45 @@ class Compiler:
         with self._walks:
             return self.fresh(spec)
 
+    def lighter(self, spec: GrammarSpec, compiled: Compiled) -> Compiled | None:
+        """Return a lexer of the same grammar with fewer sequences, by two or more; None: this one is as good as any.
+
+        Lets the grammar get another lexer if this one has many sequences.
+        """
+        if self.num_lexers == 1:
+            return None
+        with self._lock:
+            lexers = self._compiled.get(spec)
+            if lexers is None or compiled not in lexers:
+                return None
+            found, count = _lightest(lexers), len(compiled.sequences)
+            if count - len(found.sequences) > 1:
+                return found
+            if count <= _SEQUENCES_OF_LEXER or len(lexers) == self.num_lexers or spec in self._growing:
+                return None
+            self._growing.add(spec)
+        self._turns.run(Turn(partial(self._add_lexer, spec)), _NOBODY)
+        return None
+
     def forget(self, spec: GrammarSpec, compiled: Compiled) -> None:
         """Let the next sequence with this grammar compile it anew, as this one's lexer has failed."""
         with self._lock:
-            if self._compiled.get(spec) is compiled:
+            if compiled in (self._compiled.get(spec) or ()):
                 self._compiled.remove(spec)
+
+    def _add_lexer(self, spec: GrammarSpec) -> None:
+        """Compile a grammar once more, if it is still in use."""
+        more: Compiled | None = None
+        with suppress(BaseException):  # llguidance's panics are no Exceptions; what is there goes on
+            if self.has(spec):
+                more = self.fresh(spec)
+                more.warm(self._source.vocab_size)
+        with self._lock:
+            self._growing.discard(spec)
+            lexers = self._compiled.get(spec)
+            if more is not None and lexers is not None:
+                more.number = len(lexers)
+                self._compiled.put(spec, [*lexers, more], compiled_bytes(spec) * (len(lexers) + 1))
 
     def _compile(self, spec: GrammarSpec) -> None:
         with self._lock:
@@ -173,5 +227,10 @@ class Compiler:
             return
         with self._lock:
             del self._running[spec]
-            self._compiled.put(spec, compiled, compiled_bytes(spec))
+            self._compiled.put(spec, [compiled], compiled_bytes(spec))
         compilation.result.set_result(compiled)
+
+
+def _lightest(lexers: list[Compiled]) -> Compiled:
+    """Return the lexer with the fewest sequences, the first of several."""
+    return min(lexers, key=lambda each: len(each.sequences))

@@ -1,9 +1,10 @@
-"""The threads that work on grammars: one for masks, which take microseconds, and one each for whatever takes longer.
+"""The threads that work on grammars: a few for masks, which take microseconds, and one each for whatever takes longer.
 
 So what one grammar takes (an output of thousands of tokens to take, a mask of milliseconds) delays the rows with that
-grammar, and no others: what is known to be slow has a thread of its own, and where the shared one meets something slow
-unawares, another takes its place. llguidance lets the interpreter go meanwhile; the machine's cores are shared.
-Compilations have threads of their own, see `compile_turns`.
+grammar, and no others: what is known to be slow has a thread of its own, and where a shared one meets something slow
+unawares, another takes its place. llguidance lets the interpreter go meanwhile; the machine's cores are shared. Each
+shared thread has lexers of its own (`GrammarState.lexer`), as a lexer serves one at a time. Compilations have threads
+of their own, see `compile_turns`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ SLOW_S = 0.002
 class MaskThreads:
     """Runs the work of states, a part at a time for each."""
 
-    def __init__(self, num_slots: int) -> None:
-        """num_slots: how many sequences may have slow work at once. Work of a freed slot goes on for a while."""
-        self._parts: deque[Callable[[], None]] = deque()
-        """Of the shared thread."""
+    def __init__(self, num_slots: int, num_shared: int = 1) -> None:
+        """num_slots: how many sequences may have slow work at once. Work of a freed slot goes on for a while.
+
+        num_shared: threads that many sequences share, one for each lexer of a grammar.
+        """
         self._own = ThreadPoolExecutor(2 * num_slots, thread_name_prefix="grammars")
         # A walk compiles its grammar again.
         self._walking = ThreadPoolExecutor(2 * num_slots, thread_name_prefix="walks", initializer=yield_to_others)
         # A thread inherits its starter's priority. This one must not inherit the priority of a compiling thread.
-        self._shared = _SharedThread(self._parts)
+        self._shared = [_SharedThread(deque()) for _ in range(num_shared)]
 
     def run(
         self,
@@ -54,44 +56,50 @@ class MaskThreads:
             self._start(state, work, done, is_slow or _is_slow(after))
         else:
             after.add_done_callback(
-                lambda compiled: self._share(lambda: self._start(state, work, done, is_slow or _is_slow(compiled)))
+                lambda compiled: self._share(
+                    state, lambda: self._start(state, work, done, is_slow or _is_slow(compiled))
+                )
             )
         return done
 
     def run_each(self, parts: Sequence[tuple[GrammarState, Callable[[], None]]]) -> list[Future[None]]:
         """As `run` of each part, for less: what is quick is given to the thread at once."""
         self.relieve()
-        found, quick = [], []
+        found = []
+        quick: list[list[Callable[[], None]]] = [[] for _ in self._shared]
         for state, work in parts:
             done: Future[None] = Future()
             found.append(done)
             if state.last_s > SLOW_S:
                 self._start(state, work, done, is_slow=True)
             else:
-                quick.append((state, work, done))
-        if quick:
-            self._parts.extend(partial(self._run_quickly, *part) for part in quick)
-            self._shared.go_on()
+                quick[state.lexer % len(quick)].append(partial(self._run_quickly, state, work, done))
+        for shared, own in zip(self._shared, quick, strict=True):
+            if own:
+                shared.parts.extend(own)
+                shared.go_on()
         return found
 
     def relieve(self) -> None:
-        """Let another thread go on with what waits for the shared one, if that has met something slow.
+        """Let another thread go on with what waits for a shared one, if that has met something slow.
 
         Called where work is given or waited for, by a thread whose priority the new one may have.
         """
-        if self._parts and time.perf_counter() - self._shared.began > SLOW_S:
-            self._shared.is_replaced = True
-            self._shared = _SharedThread(self._parts)
+        for index, shared in enumerate(self._shared):
+            if shared.parts and time.perf_counter() - shared.began > SLOW_S:
+                shared.is_replaced = True
+                self._shared[index] = _SharedThread(shared.parts)
 
-    def _share(self, part: Callable[[], None]) -> None:
-        self._parts.append(part)
-        self._shared.go_on()
+    def _share(self, state: GrammarState, part: Callable[[], None]) -> None:
+        shared = self._shared[state.lexer % len(self._shared)]
+        shared.parts.append(part)
+        shared.go_on()
 
     def _start(self, state: GrammarState, work: Callable[[], None], done: Future[None], is_slow: bool) -> None:
         if is_slow or state.last_s > SLOW_S:
             with_large_stack(lambda: self._own.submit(self._run, state, work, done))
         else:
-            self._share(partial(self._run_quickly, state, work, done))
+            self._share(state, partial(self._run_quickly, state, work, done))
 
     def _run_quickly(self, state: GrammarState, work: Callable[[], None], done: Future[None]) -> None:
         if state.lexer_is_busy:
@@ -116,7 +124,7 @@ class _SharedThread:
     """A thread for parts of many states, until another replaces it."""
 
     def __init__(self, parts: deque[Callable[[], None]]) -> None:
-        self._parts = parts
+        self.parts = parts
         self.is_replaced = False
         self.began = math.inf
         """When its present part began, by `time.perf_counter`; infinity: it has none."""
@@ -130,7 +138,7 @@ class _SharedThread:
     def _run(self) -> None:
         while not self.is_replaced:
             try:
-                part = self._parts.popleft()
+                part = self.parts.popleft()
             except IndexError:
                 return
             self.began = time.perf_counter()

@@ -23,6 +23,8 @@ from executor_svc.structured.compiler import Compiled, Compiler
 
 _SLICE = 64
 """Tokens taken in one call of the library, which holds the interpreter's lock."""
+_MOST_MOVED = 512
+"""Tokens of a sequence that may move to another lexer, which takes them all again: a millisecond or two."""
 
 
 class GrammarState:
@@ -56,6 +58,11 @@ class GrammarState:
         """Whether a lexer that it shares has failed, so that `walk_alone` is to find out about its tokens."""
 
     @property
+    def lexer(self) -> int:
+        """The number of the lexer, among those of its grammar; 0 before it has one."""
+        return 0 if self._compiled is None else self._compiled.number
+
+    @property
     def lexer_is_busy(self) -> bool:
         """Whether another thread has the lexer, which this sequence shares."""
         return self._compiled is not None and self._compiled.lock.locked()
@@ -75,7 +82,9 @@ class GrammarState:
         """
         self.tokens = list(token_ids)
         # From now on they share a lexer.
-        self._compiled, other._is_alone = other._compiled, False
+        assert other._compiled is not None
+        other._is_alone = False
+        self._use(other._compiled)
         self.is_constrained, self._matcher = other.is_constrained, other._matcher.deep_copy()
         known = len(other.tokens)
         return lambda: self._guarded(lambda: self._take(known))
@@ -126,10 +135,20 @@ class GrammarState:
         self.last_s = time.perf_counter() - began
 
     def _begin(self, compiled: Future[Compiled]) -> None:
-        self._compiled = compiled.result()
-        self._matcher = self._compiled.matcher()
-        self.is_constrained = not self.spec.start_after_token_ids
+        self._begin_on(compiled.result())
         self._take(0)
+
+    def _begin_on(self, compiled: Compiled) -> None:
+        """Stand at the beginning of the output, with this lexer."""
+        self._use(compiled)
+        self._matcher = compiled.matcher()
+        self.is_constrained = not self.spec.start_after_token_ids
+
+    def _use(self, compiled: Compiled) -> None:
+        if self._compiled is not None:
+            self._compiled.sequences.discard(self)
+        self._compiled = compiled
+        compiled.sequences.add(self)
 
     def walk_alone(self) -> None:
         """Take all tokens anew on a lexer of its own, with a mask at each: what fails here, the sequence alone fails.
@@ -144,9 +163,7 @@ class GrammarState:
         assert self._compiled is not None
         self._compiler.forget(self.spec, self._compiled)
         self._is_alone = True
-        self._compiled = self._compiler.fresh_in_turn(self.spec)
-        self._matcher = self._compiled.matcher()
-        self.is_constrained = not self.spec.start_after_token_ids
+        self._begin_on(self._compiler.fresh_in_turn(self.spec))
         for index in range(len(self.tokens)):
             if self.is_abandoned:
                 return
@@ -159,6 +176,11 @@ class GrammarState:
         """Take the tokens behind the first `known`, and make the next mask."""
         assert self._compiled is not None
         self.num_masks, self.forced = 0, ()
+        if len(self.tokens) <= _MOST_MOVED and not self._is_alone:
+            lighter = self._compiler.lighter(self.spec, self._compiled)
+            if lighter is not None:
+                self._begin_on(lighter)
+                known = 0
         for first in range(known, len(self.tokens), _SLICE):
             with self._compiled.lock:
                 self._consume(first, min(first + _SLICE, len(self.tokens)))

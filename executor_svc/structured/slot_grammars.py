@@ -58,7 +58,7 @@ class SlotGrammars:
         self._slots: dict[int, _Slot] = {}
         self._has: BoolArray = np.zeros(num_slots, np.bool_)
         self._num_words = num_mask_words(compiler.source.vocab_size)
-        self._threads = MaskThreads(num_slots)
+        self._threads = MaskThreads(num_slots, compiler.num_lexers)
         self.recorded: IsLate | None = None
         """Says which rows were late in a replayed step; None: a row without its mask is late."""
         self._last_s = 0.0

@@ -65,6 +65,11 @@ class MirrorSlots(Slots):
         """
         rows, slots = scheduled.rows, scheduled.sampling_slots
         same_sequence = (self.generations[slots] == generations) & self.admitted[slots]
+        if rows.ahead is None and not (reported.errors.any() or reported.idle.any() or len(rows.candidates)):
+            # A token for each slot, as nearly always.
+            these = same_sequence.nonzero()[0]
+            self._receive(slots[these], reported.token_ids[these], reported.positions[these])
+            return
         slots, ahead = rows.slots, np.zeros_like(rows.slots) if rows.ahead is None else rows.ahead
         same_sequence = same_sequence[(ahead == 0).cumsum() - 1]
         samples = scheduled.takes_token(np.ones(len(slots), np.bool_))

@@ -92,6 +92,8 @@ class GpuRunner:
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, num_read)
         self._hidden = frozenset(self._mixed)
         """Replayed sizes of the computation of hidden states from existing inputs."""
+        self.decodes = sorted({*decodes, *adapted}, key=lambda sizes: sizes.num_seqs)
+        """Sizes of decodes without drafts that have a graph."""
         self._graphs = captures and device.torch_device.type == "cuda"
         self._without = self._with = self._current = self._fixed(decodes, adapted=False)
         if self._step_adapters is not None:

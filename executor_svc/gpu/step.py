@@ -159,6 +159,8 @@ class GpuStepExecutor:
             if self.adapters is not None:
                 self.adapters.check(plan)
             applied = self.slots.apply(plan)
+            if plan.admitted:
+                self.sampling.forget()
             if self._needs_settled_mirror(applied):
                 self.settle_until(None)
             self.sampling.masks.follow(plan, self.slots, self.limits.vocab_size)

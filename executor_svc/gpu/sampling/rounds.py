@@ -21,7 +21,7 @@ HostChoice = Callable[[], RowCandidates | None]
 
 
 class SamplingRounds:
-    """Enqueues the rounds of a step, from its logits to the commits; with drafts as one graph, for usual parameters."""
+    """Enqueues the rounds of a step, from its logits to the commits; of decodes as one graph, for usual parameters."""
 
     def __init__(
         self,
@@ -39,9 +39,10 @@ class SamplingRounds:
         self._ranks = ranks
         # No slot takes a token while rounds are captured.
         slots.buffers.by_row.fill_(-1)
-        self._sizes = frozenset(runner.drafted)
+        sizes = [*runner.decodes, *runner.drafted]
+        self._sizes = frozenset(sizes)
         self._greedy, self._drawn = (
-            runner.replayer(runner.drafted, partial(self._run_alone, metadata))
+            runner.replayer(sizes, partial(self._run_alone, metadata))
             for metadata in (SamplingMetadata.greedy(), SamplingMetadata.of_draws())
         )
 
@@ -61,7 +62,10 @@ class SamplingRounds:
     def _graph_of(self, sizes: StepSizes, metadata: SamplingMetadata) -> Replayer | None:
         if sizes not in self._sizes or metadata.edited or metadata.floored or metadata.counted:
             return None
-        return self._drawn if metadata.drawn else self._greedy
+        if not metadata.drawn:
+            return self._greedy
+        # Without drafts, draws that nothing limits take less time launched as they are.
+        return self._drawn if sizes.num_drafts or metadata.filtered else None
 
     @torch.inference_mode()
     def _run_alone(self, metadata: SamplingMetadata, sizes: StepSizes) -> None:

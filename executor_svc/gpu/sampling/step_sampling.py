@@ -87,6 +87,8 @@ class StepSampling:
         )
         self._rounds = SamplingRounds(runner, device_slots, self.state, self.sampler, ranks)
         self._metadata: SamplingMetadata | None = None
+        self._on_host: BoolArray | None = None
+        """None: an admission has changed it."""
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -97,23 +99,30 @@ class StepSampling:
         """Forget all sequences."""
         self.state.clear()
         self.masks.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let what is kept of the slots' parameters be found anew: a plan has admitted some."""
+        self._metadata = self._on_host = None
 
     def apply(self, plan: StepPlan) -> None:
         """Collect the changes of a plan, which the slots and the masks have followed."""
         self.state.apply(plan, self._device_slots.apply(plan), self.masks.has)
         if plan.admitted:
-            self._metadata = None
+            self.forget()
 
     @property
     def on_host(self) -> BoolArray:
         """[num_slots]: whether the host chooses a slot's tokens or candidates, which needs all earlier tokens."""
-        chosen: BoolArray = self.state.lists_on_host | (self._slots.sampling["num_candidates"] > 0)
-        return chosen
+        if self._on_host is None:
+            self._on_host = self.state.lists_on_host | (self._slots.sampling["num_candidates"] > 0)
+        return self._on_host
 
     def waits_for_masks(self, slots: IntArray) -> bool:
         """Return whether sampling of these slots should wait until the step before is settled, and masks are made."""
-        on_host = bool(self.on_host[slots].any())
-        return self._ranks.samples and not on_host and bool(self.masks.has[slots].any())
+        if not (self._ranks.samples and self.masks.has[slots].any()):
+            return False
+        return not self.on_host[slots].any()
 
     def metadata_of(self, slots: IntArray) -> SamplingMetadata:
         """Return the sampling metadata of these slots.

@@ -62,7 +62,8 @@ class ChangeLog:
             places = self._tables.place + slots * self._tables.stride + table * self._table_words + entries
             changes.write_singles(places, pages)
         self._end_drafts(plan, changes)
-        changes.give_tokens(ints(plan.given_slots), ints(plan.given_token_ids))
+        if len(plan.given_slots):
+            changes.give_tokens(ints(plan.given_slots), ints(plan.given_token_ids))
         longest = max((len(sequence.token_ids) for sequence in plan.admitted), default=0)
         return Applied(self._admitted[: len(plan.admitted)], longest)
 
@@ -117,6 +118,8 @@ class ChangeLog:
 
         A slot that plans behind a step may not let grow in time keeps a place for one token of each of them.
         """
+        if not self._max_drafts.any():
+            return
         admitted = np.array([sequence.slot for sequence in plan.admitted], np.int64)
         appended = (plan.append_slots, *(appends.slots for appends in plan.group_appends))
         slots = np.unique(np.concatenate((admitted, *map(ints, appended))))

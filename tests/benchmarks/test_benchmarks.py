@@ -306,6 +306,7 @@ def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
         "families",
         "fleet",
         "gateway",
+        "gpu_host",
         "lane_scaling",
         "lora",
         "mapped_experts",

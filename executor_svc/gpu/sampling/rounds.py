@@ -31,7 +31,9 @@ class SamplingRounds:
         sampler: GpuSampler,
         ranks: GpuStepRanks,
     ) -> None:
-        """Capture the graphs: of greedy rounds, and of draws with limits of likelihood, for any of them.
+        """Capture the graphs: of greedy rounds, of draws with limits of likelihood, and of all but logprobs.
+
+        Each does for any slots whose parameters ask for less; the last is for steps without drafts.
 
         ranks: the others take the tokens of the one that samples.
         """
@@ -45,6 +47,7 @@ class SamplingRounds:
             runner.replayer(sizes, partial(self._run_alone, metadata))
             for metadata in (SamplingMetadata.greedy(), SamplingMetadata.of_draws())
         )
+        self._edited = runner.replayer(runner.decodes, partial(self._run_alone, SamplingMetadata.of_edits()))
 
     def enqueue(
         self, sizes: StepSizes, metadata: SamplingMetadata, logprobs: StepLogprobs | None, on_host: HostChoice | None
@@ -60,8 +63,10 @@ class SamplingRounds:
         return self._run(sizes, metadata, logprobs, on_host)
 
     def _graph_of(self, sizes: StepSizes, metadata: SamplingMetadata) -> Replayer | None:
-        if sizes not in self._sizes or metadata.edited or metadata.floored or metadata.counted:
+        if sizes not in self._sizes:
             return None
+        if metadata.edited or metadata.floored or metadata.counted:
+            return None if sizes.num_drafts else self._edited
         if not metadata.drawn:
             return self._greedy
         # Without drafts, draws that nothing limits take less time launched as they are.

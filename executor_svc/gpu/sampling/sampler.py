@@ -66,6 +66,11 @@ class SamplingMetadata:
         return cls(_no_rows(), drawn=True, filtered=True)
 
     @classmethod
+    def of_edits(cls) -> SamplingMetadata:
+        """Return the requirements that hold for any slots without logprobs."""
+        return cls(_no_rows(), edited=True, drawn=True, filtered=True, floored=True, counted=True)
+
+    @classmethod
     def of_slots(
         cls, slots: IntArray, sampling: SlotSampling, lists_on_host: BoolArray, vocab: int
     ) -> SamplingMetadata:

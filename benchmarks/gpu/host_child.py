@@ -1,0 +1,116 @@
+"""Host times of a GPU executor's steps, on the driver stub of tests/executor_svc/gpu: `benchmarks.gpu_host` starts it.
+
+All tensors lie on the CPU, and a graph's replay does nothing: what is timed is the host's own work, without what CUDA's
+runtime takes for a copy, an event or a graph's launch (some microseconds each). Prints JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton.runtime import driver
+
+from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.gpu import device as gpu_device
+from executor_svc.gpu.graphs import DirectReplayer
+from executor_svc.gpu.step import GpuStepExecutor
+from executor_svc.startup import executors
+from tests.executor_svc.gpu import test_warm_up
+from tests.executor_svc.gpu.stubbed_start import LIBRARY, StubbedDriver
+from tests.helpers.executor.plans import plan, scheduled, sequence
+
+_WARM = 30
+_PROMPT = 16
+_BLOCKS = 40
+"""Of each sequence: the same ones, as nothing is computed."""
+_FEATURES: dict[str, Any] = {
+    "temperature": 0.9, "top_p": 0.8, "top_k": 50, "min_p": 0.01, "frequency_penalty": 0.5, "presence_penalty": 0.1,
+    "repetition_penalty": 1.1, "num_logprobs": 5, "min_tokens": 5,
+}  # fmt: skip
+
+
+class NoReplayer(DirectReplayer):
+    """Runs the largest step when it is made, and replays nothing."""
+
+    def __init__(self, sizes: Any, step: Any) -> None:
+        super().__init__(sizes, step)
+        if sizes:
+            step(max(sizes, key=lambda each: each.num_tokens))
+
+    def replay(self, sizes: Any) -> None:
+        pass
+
+
+class Steps:
+    """An executor whose steps are timed."""
+
+    def __init__(self, executor: GpuStepExecutor, stub: Any, num_seqs: int, kind: str) -> None:
+        self._executor, self._stub, self._num_seqs, self._step_id = executor, stub, num_seqs, 0
+        parameters = {} if kind == "greedy" else dict(_FEATURES)
+        if kind == "edited":
+            del parameters["num_logprobs"]
+        for slot in range(num_seqs):
+            sampling = SequenceSampling(**parameters | {"seed": slot})
+            self._run(admitted=(self._sequence(slot, sampling),), scheduled=scheduled((slot, _PROMPT, True)))
+
+    def _sequence(self, slot: int, sampling: SequenceSampling) -> Any:
+        return sequence(slot, [5] * _PROMPT, list(range(_BLOCKS)), sampling=sampling)
+
+    def _launch(self, **fields: Any) -> Any:
+        self._step_id += 1
+        return self._executor.launch(plan(step_id=self._step_id, **fields), 0)
+
+    def _run(self, **fields: Any) -> None:
+        self._launch(**fields).result()
+
+    def decodes(self, count: int) -> dict[str, float]:
+        """Medians of so many decodes of all sequences, each launched before the one ahead of it is settled."""
+        for _ in range(_WARM):
+            self._run(decode_ready=True)
+        launched, settled, before = list[float](), list[float](), self._launch(decode_ready=True)
+        first = self._stub.stub_launches()
+        for _ in range(count):
+            began = time.perf_counter()
+            step = self._launch(decode_ready=True)
+            middle = time.perf_counter()
+            before.result()
+            settled.append(time.perf_counter() - middle)
+            launched.append(middle - began)
+            before = step
+        launches = (self._stub.stub_launches() - first) / count
+        before.result()
+        return _metrics(launched, settled, launches)
+
+
+def _metrics(launched: list[float], settled: list[float], launches: float) -> dict[str, float]:
+    times = [1e6 * statistics.median(each) for each in (launched, settled)]
+    return {"host_us": sum(times), "launch_us": times[0], "settle_us": times[1], "launches": launches}
+
+
+def main(stub_folder: str, checkpoint: str, kind: str, num_seqs: int, count: int) -> None:
+    """Print the metrics of one case; the stub is found by the environment."""
+    stub = ctypes.CDLL(str(Path(stub_folder, LIBRARY)), mode=ctypes.RTLD_GLOBAL)
+    driver.set_active(StubbedDriver())
+    with pytest.MonkeyPatch.context() as patch:
+        # Tensors lie where they would lie for the interpreter.
+        patch.setattr(executors, "is_interpreted", lambda: True)
+        patch.setattr(gpu_device, "is_interpreted", lambda: True)
+        patch.setattr(test_warm_up, "CapturedReplayer", NoReplayer)
+        executor = test_warm_up.started(
+            Path(checkpoint), patch, dtype="bfloat16", block_size=16, max_num_seqs=num_seqs + 2,
+            max_num_batched_tokens=1024, max_model_len=16 * _BLOCKS, num_gpu_blocks=2 * _BLOCKS,
+            num_cpu_blocks=4,
+        )  # fmt: skip
+        found = Steps(executor, stub, num_seqs, kind).decodes(count)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""What does a GPU executor's host do for a step? On a stub of CUDA's driver, for a model of 32 narrow layers.
+
+Triton launches what it has compiled for an H200 by its own launcher; nothing is computed, and a graph's replay is left
+out. All cases are decodes by graphs. `edited` has all sampling features, `features` logprobs too: launched one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.common.benchmark import Benchmark, positive, progress
+from benchmarks.common.rows import ROOT, BenchmarkError, OtherLoad, Row, make_row
+
+NAME = "gpu_host"
+CASES = {
+    "greedy-1": ("greedy", 1),
+    "greedy-64": ("greedy", 64),
+    "greedy-256": ("greedy", 256),
+    "edited-64": ("edited", 64),
+    "features-64": ("features", 64),
+}
+_CACHE = Path.home() / ".cache" / "cadenza-gpu-host"
+
+
+def _run(options: argparse.Namespace) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory(prefix="cadenza-host-") as place:
+        stub, model = _stub(Path(place)), _checkpoint(Path(place))
+        for case in options.cases:
+            kind, num_seqs = CASES[case]
+            with OtherLoad() as other:
+                progress(f"{NAME}: {case}")
+                repeats = [_child(stub, model, kind, num_seqs, options.steps) for _ in range(options.repeats)]
+            params = {"case": case, "kind": kind, "sequences": num_seqs, "steps": options.steps, "layers": 32}
+            yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=[other.cores])
+
+
+def _stub(folder: Path) -> Path:
+    """Build the driver's stub; raises BenchmarkError without a C compiler."""
+    import triton
+
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise BenchmarkError("needs a C compiler, as Triton's launcher does")
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    source = ROOT / "tests" / "executor_svc" / "gpu" / "stub_cuda.c"
+    library = "libcuda.so.1"
+    built = ["-O2", "-shared", "-fPIC", "-o", str(folder / library), f"-Wl,-soname,{library}"]
+    subprocess.run([compiler, "-I", str(headers), *built, str(source)], check=True)
+    return folder
+
+
+def _checkpoint(folder: Path) -> Path:
+    import torch
+
+    from tests.checkpoints import make_checkpoint
+
+    return make_checkpoint(
+        folder / "model", "llama", vocab_size=500, dtype=torch.bfloat16, num_hidden_layers=32, hidden_size=256,
+        intermediate_size=256, head_dim=64, num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=2048,
+    )  # fmt: skip
+
+
+def _child(stub: Path, model: Path, kind: str, num_seqs: int, steps: int) -> dict[str, float]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")} | {
+        "TRITON_LIBCUDA_PATH": str(stub), "TRITON_CACHE_DIR": str(_CACHE),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "benchmarks.gpu.host_child", str(stub), str(model), kind]
+    ended = subprocess.run(
+        [*command, str(num_seqs), str(steps)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if ended.returncode:
+        raise BenchmarkError(f"{kind} with {num_seqs} sequences: {ended.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def _describe(row: Row) -> str:
+    found = row.medians
+    return (
+        f"{row.params['case']:12} {found['host_us']:7.0f} us a step ({found['launch_us']:.0f} to launch, "
+        f"{found['settle_us']:.0f} to settle), {found['launches']:.0f} launches of kernels"
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", type=_cases, default=list(CASES), help=f"comma-separated, of {', '.join(CASES)}")
+    parser.add_argument("--steps", type=positive, default=300, help="timed steps of a repeat (default 300)")
+
+
+def _cases(text: str) -> list[str]:
+    found = text.split(",")
+    if unknown := [each for each in found if each not in CASES]:
+        raise argparse.ArgumentTypeError(f"there is no case {unknown[0]!r}; there are {', '.join(CASES)}")
+    return found
+
+
+BENCHMARK = Benchmark(NAME, "what does a GPU executor's host do for a step?", _add_options, _run, _describe)

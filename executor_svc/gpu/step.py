@@ -23,8 +23,8 @@ from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
-from executor_svc.gpu.drafts.drafting import GpuDrafting, ngrams_of
 from executor_svc.gpu.drafts.draft_model import GpuDraftModel
+from executor_svc.gpu.drafts.drafting import GpuDrafting, ngrams_of
 from executor_svc.gpu.drafts.head import GpuHead
 from executor_svc.gpu.drafts.passes import DraftPasses
 from executor_svc.gpu.enqueued_step import GpuStep

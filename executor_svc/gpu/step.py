@@ -85,18 +85,18 @@ class GpuStepExecutor:
             limits, torch_device, extra_words=SlotSamplingState.extra_words(limits), ngrams=ngrams_of(drafts)
         )
         self._slot_adapters = SlotAdapters(adapters, self._device_slots)
+        head = None if isinstance(draft_model, Decoder) else draft_model
         draft: GpuDraftModel | GpuHead | None = None
-        follower, state_layers = None, ()
+        follower = None
         if isinstance(draft_model, Decoder):
             draft = GpuDraftModel(draft_model, device, pools, limits, self._device_slots)
             follower = draft.run
-        elif draft_model is not None:
-            state_layers = draft_model.state_layers
         self._runner = GpuRunner(
-            loaded, device, pools, limits, self._device_slots, not enforce_eager, follower, state_layers
-        )
-        if draft_model is not None and draft is None:
-            draft = GpuHead(draft_model, device, pools, limits, self._device_slots, self._runner)
+            loaded, device, pools, limits, self._device_slots, not enforce_eager, follower,
+            () if head is None else head.state_layers,
+        )  # fmt: skip
+        if head is not None:
+            draft = GpuHead(head, device, pools, limits, self._device_slots, self._runner)
         self.grammars = grammars
         self.sampling = StepSampling(self.slots, self._device_slots, self._runner, device, limits, self.ranks, grammars)
         self._drafting = GpuDrafting(
@@ -116,6 +116,8 @@ class GpuStepExecutor:
         """Tokens of steps that have kernels of their own, for warm-up."""
         pools.warm_up()
         self.sampling.warm_up()
+        if self._head is not None:
+            self._head.warm_up()
 
     def adapted(self) -> AbstractContextManager[None] | None:
         """Return a context in which all slots have the adapter of an empty place, for warm-up; None: it has none."""

@@ -123,6 +123,11 @@ class GpuHead:
 
     # ------------------------------------------------------------ passes
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile what only draws launch, so that no step waits for it."""
+        self._logits_of(1, drawn=True)
+
     def prepare(self, layout: Layout, max_seq_len: int) -> None:
         """As in `PassModel`: a head leaves nothing."""
 

@@ -62,7 +62,7 @@ def on_both(folder: Path, head: Path | None, reference: Callable[[], ReferenceHe
         loaded: Draft = load_mtp(config, gpu.device, gpu.loaded)
     else:
         loaded = load_eagle3(str(head), config, gpu.device, gpu.loaded)
-    return Headed(Model(folder), gpu, loaded, reference)
+    return Headed(Model(folder, **options), gpu, loaded, reference)
 
 
 def mimo(folder: Path, predicts: bool = True, **options: Any) -> Headed:
@@ -308,11 +308,13 @@ def test_beside_adapters_of_the_target(tmp_path: Path) -> None:
     assert num_accepted > 3
 
 
+@pytest.mark.long
 def test_a_head_of_a_model_with_recurrent_states(tmp_path: Path) -> None:
     """Refused drafts leave the state where it was."""
     shape = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
     folder = make_qwen_mtp(tmp_path, "qwen3_next", predicts=True, **shape)
-    made = on_both(folder, None, lambda: ReferenceMtp(folder))
+    drafting = {"speculative": "mtp", "num_speculative_tokens": 3}  # of the tail of states
+    made = on_both(folder, None, lambda: ReferenceMtp(folder), **drafting)
     found = {}
     for name, stepper, most in (("cpu", Stepper(made.cpu, max_drafts=3), 0), ("gpu", made.stepper(), 3)):
         found[name] = Outputs()
@@ -329,4 +331,4 @@ def test_a_head_of_a_model_with_recurrent_states(tmp_path: Path) -> None:
             found[name].add(stepper.step(**fields))
     ours, theirs = found["gpu"], found["cpu"]
     assert ours.tokens == {slot: theirs.tokens[slot][: len(tokens)] for slot, tokens in ours.tokens.items()}
-    assert 8 < ours.num_accepted < ours.num_drafts
+    assert 6 < ours.num_accepted < ours.num_drafts

@@ -50,8 +50,8 @@ class Ran(NamedTuple):
     """Padded; those of hidden states alone have no logits."""
     replayed: bool
     """Whether its hidden states were those of fixed sizes."""
-    max_query_len: int = 0
-    max_seq_len: int = 0
+    max_query_len: int
+    max_seq_len: int
 
 
 class GpuRunner:
@@ -172,23 +172,22 @@ class GpuRunner:
         one_each = self._slots.stage(scheduled, sizes, most_drafts)
         if make_drafts is not None:
             make_drafts()
+        hidden, replayed = sizes, True
         if sizes in self._current.whole:
             self._current.replayer.replay(sizes)
-            ran = Ran(sizes, True)
         else:
             self._slots.launch_build(sizes, one_each)
             hidden = StepSizes(sizes.num_tokens, sizes.num_seqs, 0, 0)
             # Graphs of hidden states capture attention with the tiles of prompts; decodes have other tiles.
-            if hidden in self._hidden and not one_each:
+            replayed = hidden in self._hidden and not one_each
+            if replayed:
                 self._current.replayer.replay(hidden)
-                ran = Ran(hidden, True)
             else:
                 drafted = sizes.num_drafts > 0 and is_decode(scheduled)
-                ran = Ran(hidden, False, int(scheduled.num_tokens.max()), max_seq_len)
-                self._run_hidden(hidden, ran.max_query_len, max_seq_len, drafted)
+                self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len, drafted)
             self._run_logits(sizes)
         if self.states is not None:
-            self.ran = ran
+            self.ran = Ran(hidden, replayed, int(scheduled.num_tokens.max()), max_seq_len)
         return self.results(sizes)
 
     @torch.inference_mode()

@@ -326,9 +326,9 @@ def test_a_head_of_a_model_with_recurrent_states(tmp_path: Path) -> None:
             for slot, (text, sampling) in enumerate(((TEXT[:12], SequenceSampling()), ([8, 9] * 4, DRAWN)))
         )  # fmt: skip
         steps = [{"admitted": begin, "scheduled": scheduled((0, 12, True), (1, 8, True))}]
-        steps += [{"decode_ready": True, "max_drafts": most}] * (5 if most else 20)
+        steps += [{"decode_ready": True, "max_drafts": most}] * (4 if most else 16)
         for fields in steps:
             found[name].add(stepper.step(**fields))
     ours, theirs = found["gpu"], found["cpu"]
     assert ours.tokens == {slot: theirs.tokens[slot][: len(tokens)] for slot, tokens in ours.tokens.items()}
-    assert 6 < ours.num_accepted < ours.num_drafts
+    assert 0 < ours.num_accepted < ours.num_drafts

@@ -85,18 +85,7 @@ class GpuStepExecutor:
             limits, torch_device, extra_words=SlotSamplingState.extra_words(limits), ngrams=ngrams_of(drafts)
         )
         self._slot_adapters = SlotAdapters(adapters, self._device_slots)
-        head = None if isinstance(draft_model, Decoder) else draft_model
-        draft: GpuDraftModel | GpuHead | None = None
-        follower = None
-        if isinstance(draft_model, Decoder):
-            draft = GpuDraftModel(draft_model, device, pools, limits, self._device_slots)
-            follower = draft.run
-        self._runner = GpuRunner(
-            loaded, device, pools, limits, self._device_slots, not enforce_eager, follower,
-            () if head is None else head.state_layers,
-        )  # fmt: skip
-        if head is not None:
-            draft = GpuHead(head, device, pools, limits, self._device_slots, self._runner)
+        draft = self._run(loaded, device, not enforce_eager, draft_model)
         self.grammars = grammars
         self.sampling = StepSampling(self.slots, self._device_slots, self._runner, device, limits, self.ranks, grammars)
         self._drafting = GpuDrafting(
@@ -118,6 +107,19 @@ class GpuStepExecutor:
         self.sampling.warm_up()
         if self._head is not None:
             self._head.warm_up()
+
+    def _run(
+        self, loaded: LoadedModel, device: Device, captures: bool, draft_model: Decoder | DraftHead | None
+    ) -> GpuDraftModel | GpuHead | None:
+        """Make the runner of the target, and return what runs beside it."""
+        draft, follower, slots, pools = None, None, self._device_slots, self._pools
+        if isinstance(draft_model, Decoder):
+            draft = GpuDraftModel(draft_model, device, pools, self.limits, slots)
+            follower = draft.run
+        head = None if isinstance(draft_model, Decoder) else draft_model
+        states = () if head is None else head.state_layers
+        self._runner = GpuRunner(loaded, device, pools, self.limits, slots, captures, follower, states)
+        return draft if head is None else GpuHead(head, device, pools, self.limits, slots, self._runner)
 
     def adapted(self) -> AbstractContextManager[None] | None:
         """Return a context in which all slots have the adapter of an empty place, for warm-up; None: it has none."""

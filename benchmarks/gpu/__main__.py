@@ -65,7 +65,7 @@ PARTS = {
     "kernels": "kernels and whole steps beside references and the limits of the hardware",
     "serve": "both services under 1,000 requests at once, beside transformers' continuous batching",
 }
-FEATURES = ("drafts", "adapters", "grammars")
+FEATURES = ("drafts", "heads", "adapters", "grammars")
 SECONDS = 510.0
 NUM_REQUESTS, NUM_PEER_REQUESTS = 1000, 200
 _NUM_TRIAL_REQUESTS, _NUM_TRIAL_PEER_REQUESTS = 6, 3

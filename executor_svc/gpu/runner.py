@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,17 @@ class _Fixed:
     replayer: Replayer
 
 
+class Ran(NamedTuple):
+    """How a step was run, for a head that follows it."""
+
+    sizes: StepSizes
+    """Padded; those of hidden states alone have no logits."""
+    replayed: bool
+    """Whether its hidden states were those of fixed sizes."""
+    max_query_len: int
+    max_seq_len: int
+
+
 class GpuRunner:
     """A model and its cache, for one stream and one thread; calls enqueue work and do not wait.
 
@@ -57,10 +69,12 @@ class GpuRunner:
         slots: DeviceSlots,
         captures: bool = True,
         follower: Callable[[StepSizes, int, int], object] | None = None,
+        state_layers: Sequence[int] = (),
     ) -> None:
         """Record the model over the tensors of `slots`; captures: with CUDA graphs for steps of fixed sizes.
 
         follower: enqueues the same steps for a draft model, as `GpuDraftModel.run` does, except decodes with drafts.
+        state_layers: a head reads the states of these layers, as `Decoder.forward_with_states` takes them.
         """
         self._follower = follower
         self._has_group = loaded.ranks is not None
@@ -71,15 +85,19 @@ class GpuRunner:
         inputs = slots.inputs(self._most)
         self._recorded = RecordedModel(
             loaded.model, device.kernels, kv_cache, limits, inputs.token_ids, inputs.positions, inputs.logits_rows,
-            adapters=loaded.adapters,
+            adapters=loaded.adapters, state_layers=state_layers,
         )  # fmt: skip
+        self.states = self._recorded.states
+        """[max_tokens, len(state_layers) * hidden], of the step that ran last; None without state_layers."""
+        self.ran: Ran | None = None
+        """How the last step was run; None before the first, and without state_layers."""
         self._plans = [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
         for plan in self._plans:
             plan.read_from(slots.buffers)
-        self._states, self._pool = None, kv_cache.pool
+        self._recurrent, self._pool = None, kv_cache.pool
         if isinstance(self._recorded.state_plan, GpuStatePlan):
-            self._states = self._recorded.state_plan
-            self._states.read_from(slots.buffers, slots.state, slots.states.tables, slots.states.saves)
+            self._recurrent = self._recorded.state_plan
+            self._recurrent.read_from(slots.buffers, slots.state, slots.states.tables, slots.states.saves)
         self._step_adapters = None if loaded.adapters is None else StepAdapters(slots, self._recorded)
         decodes, adapted, self._mixed = [], [], []
         self.drafted: list[StepSizes] = []
@@ -90,6 +108,8 @@ class GpuRunner:
             self.drafted = draft_sizes(most, limits.max_drafts)
             num_read = loaded.geometry.num_parameters - loaded.num_unread
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, num_read)
+        self.replayed = list(dict.fromkeys((*decodes, *adapted, *self.drafted, *self._mixed)))
+        """All sizes of steps, or of their hidden states, that have a graph."""
         self._hidden = frozenset(self._mixed)
         """Replayed sizes of the computation of hidden states from existing inputs."""
         self.decodes = sorted({*decodes, *adapted}, key=lambda sizes: sizes.num_seqs)
@@ -154,18 +174,22 @@ class GpuRunner:
         one_each = self._slots.stage(scheduled, sizes, most_drafts)
         if make_drafts is not None:
             make_drafts()
+        hidden, replayed = sizes, True
         if sizes in self._current.whole:
             self._current.replayer.replay(sizes)
         else:
             self._slots.launch_build(sizes, one_each)
             hidden = StepSizes(sizes.num_tokens, sizes.num_seqs, 0, 0)
             # Graphs of hidden states capture attention with the tiles of prompts; decodes have other tiles.
-            if hidden in self._hidden and not one_each:
+            replayed = hidden in self._hidden and not one_each
+            if replayed:
                 self._current.replayer.replay(hidden)
             else:
                 drafted = sizes.num_drafts > 0 and is_decode(scheduled)
                 self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len, drafted)
             self._run_logits(sizes)
+        if self.states is not None:
+            self.ran = Ran(hidden, replayed, int(scheduled.num_tokens.max()), max_seq_len)
         return self.results(sizes)
 
     @torch.inference_mode()
@@ -207,11 +231,11 @@ class GpuRunner:
         self._model.fill_ropes(inputs.positions, inputs.rope_lens, self._recorded.ropes)
         for plan in self._plans:
             plan.set_sizes(sizes.num_seqs, sizes.num_tokens, max_query_len, max_seq_len)
-        if self._states is not None:
-            self._states.begin(sizes.num_seqs, sizes.num_tokens, self._pool)
+        if self._recurrent is not None:
+            self._recurrent.begin(sizes.num_seqs, sizes.num_tokens, self._pool)
         self._recorded.run(sizes.num_tokens, 0)
-        if self._states is not None:
-            self._states.end(self._pool)
+        if self._recurrent is not None:
+            self._recurrent.end(self._pool)
         if self._follower is not None and not drafted:
             self._follower(StepSizes(sizes.num_tokens, sizes.num_seqs, 0, 0), max_query_len, max_seq_len)
 

@@ -23,8 +23,10 @@ from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
+from executor_svc.gpu.drafts.draft_model import GpuDraftModel
 from executor_svc.gpu.drafts.drafting import GpuDrafting, ngrams_of
-from executor_svc.gpu.drafts.passes import DraftPasses, GpuDraftModel
+from executor_svc.gpu.drafts.head import GpuHead
+from executor_svc.gpu.drafts.passes import DraftPasses
 from executor_svc.gpu.enqueued_step import GpuStep
 from executor_svc.gpu.experts import GpuExpertKernels
 from executor_svc.gpu.measuring import StepClock
@@ -36,6 +38,7 @@ from executor_svc.gpu.slots.slot_adapters import SlotAdapters
 from executor_svc.gpu.step_ranks import GpuStepRanks
 from executor_svc.gpu.step_states import EnqueuedStates, StepSaves
 from executor_svc.models.decoder import Decoder
+from executor_svc.models.heads.head import DraftHead
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
@@ -57,14 +60,15 @@ class GpuStepExecutor:
         *,
         enforce_eager: bool = False,
         drafts: DraftSource | None = None,
-        draft_model: Decoder | None = None,
+        draft_model: Decoder | DraftHead | None = None,
         adapters: ModelAdapterLoader | None = None,
         grammars: SlotGrammars | None = None,
     ) -> None:
         """Allocate the slots, record the model, and capture its graphs, unless enforce_eager is set.
 
-        drafts: makes drafts, as in `GpuDrafting`. draft_model: makes them instead; its layers are in `pools`. adapters:
-        those that plans may name, in the places of the model. grammars: makes their masks; those slots have no drafts.
+        drafts: makes drafts, as in `GpuDrafting`. draft_model: a model or head that makes them instead; its layers are
+        in `pools`. adapters: those that plans may name, in the places of the model. grammars: makes their masks; those
+        slots have no drafts.
         """
         torch_device = device.torch_device
         self.ranks = GpuStepRanks(loaded.ranks)
@@ -81,12 +85,7 @@ class GpuStepExecutor:
             limits, torch_device, extra_words=SlotSamplingState.extra_words(limits), ngrams=ngrams_of(drafts)
         )
         self._slot_adapters = SlotAdapters(adapters, self._device_slots)
-        draft = None
-        if draft_model is not None:
-            draft = GpuDraftModel(draft_model, device, pools, limits, self._device_slots)
-        self._runner = GpuRunner(
-            loaded, device, pools, limits, self._device_slots, not enforce_eager, None if draft is None else draft.run
-        )
+        draft = self._run(loaded, device, not enforce_eager, draft_model)
         self.grammars = grammars
         self.sampling = StepSampling(self.slots, self._device_slots, self._runner, device, limits, self.ranks, grammars)
         self._drafting = GpuDrafting(
@@ -95,9 +94,9 @@ class GpuStepExecutor:
             drafts,
             self._runner.sizes_of,
             self._runner.drafted,
-            passes=draft is not None,
+            tokens_of_pass=0 if draft is None else draft.tokens_of_pass,
         )
-        self._passes = None
+        self._passes, self._head = None, draft if isinstance(draft, GpuHead) else None
         if draft is not None:
             self._passes = DraftPasses(draft, self._runner, self._device_slots, self.sampling.sampler)
         self._pending: deque[GpuStep] = deque()
@@ -106,6 +105,21 @@ class GpuStepExecutor:
         """Tokens of steps that have kernels of their own, for warm-up."""
         pools.warm_up()
         self.sampling.warm_up()
+        if self._head is not None:
+            self._head.warm_up()
+
+    def _run(
+        self, loaded: LoadedModel, device: Device, captures: bool, draft_model: Decoder | DraftHead | None
+    ) -> GpuDraftModel | GpuHead | None:
+        """Make the runner of the target, and return what runs beside it."""
+        draft, follower, slots, pools = None, None, self._device_slots, self._pools
+        if isinstance(draft_model, Decoder):
+            draft = GpuDraftModel(draft_model, device, pools, self.limits, slots)
+            follower = draft.run
+        head = None if isinstance(draft_model, Decoder) else draft_model
+        states = () if head is None else head.state_layers
+        self._runner = GpuRunner(loaded, device, pools, self.limits, slots, captures, follower, states)
+        return draft if head is None else GpuHead(head, device, pools, self.limits, slots, self._runner)
 
     def adapted(self) -> AbstractContextManager[None] | None:
         """Return a context in which all slots have the adapter of an empty place, for warm-up; None: it has none."""
@@ -119,6 +133,8 @@ class GpuStepExecutor:
         self.slots.clear()
         self.sampling.clear()
         self._drafting.clear()
+        if self._head is not None:
+            self._head.clear()
         self.ranks.clear()
 
     def is_out_of_memory(self, exc: Exception) -> bool:
@@ -173,6 +189,8 @@ class GpuStepExecutor:
         moves_ns = move_blocks(self._pools, plan)
         self.sampling.apply(plan)
         self._drafting.follow(plan)
+        if self._head is not None:
+            self._head.admit(plan)
         clock = StepClock(self._device)
         enqueued, most_drafts, states = self._compute(plan, scheduled, clock)
         generations = self.slots.advance(scheduled)
@@ -229,6 +247,8 @@ class GpuStepExecutor:
         # Rows of prompts are found by their place in the step, which drafts before them would change.
         prompts = prompt_rows(self.slots, scheduled)
         undrafted = self.sampling.on_host | self.sampling.masks.has
+        if self._head is not None:
+            undrafted |= self._head.without_result
         layout = self._drafting.lay_out(plan, scheduled, undrafted, none=prompts is not None)
         longest, make_drafts, states = self._longest(layout.scheduled), None, None
         if self.saves is not None:
@@ -239,6 +259,8 @@ class GpuStepExecutor:
             make_drafts = partial(self._passes.precede, layout, metadata, longest)
         with self._span("forward"):
             logits, _ = self._runner.forward(layout.scheduled, layout.sizes, longest, layout.most_drafts, make_drafts)
+        if self._head is not None:
+            self._head.launched(scheduled)
         self.sampling.state.count_admitted()
         clock.mark()
         forward = Forward(
@@ -250,7 +272,11 @@ class GpuStepExecutor:
     def sample(self, forward: Forward) -> Enqueued:
         """Enqueue the sampling of the step whose model was enqueued last; if it has masks, all earlier are settled."""
         with self._span("sample"):
-            return self.sampling.sample(forward)
+            enqueued = self.sampling.sample(forward)
+        if self._head is not None and self._runner.ran is not None:
+            with self._span("head"):
+                self._head.follow(self._runner.ran)
+        return enqueued
 
     def _longest(self, scheduled: Scheduled) -> int:
         """Return an upper bound of a sequence's tokens after a step: drafts of steps in flight may each give one."""

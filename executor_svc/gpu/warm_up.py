@@ -144,6 +144,8 @@ def _each_kind(limits: Limits) -> Iterator[StepPlan]:
         yield _one_token(length, limits)
         if limits.max_drafts:
             yield _one_draft(length, limits)
+            # A head has drafts from a sequence's second step on.
+            yield StepPlan(2, epoch=1, decode_ready=True, max_drafts=1)
 
 
 def _one_token(length: int, limits: Limits) -> StepPlan:

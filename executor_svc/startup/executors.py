@@ -11,6 +11,7 @@ from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.interface import Device, DeviceError, is_interpreted, is_out_of_memory
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.models.decoder import Decoder
+from executor_svc.models.heads.head import DraftHead
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.description import limits_of
 from executor_svc.plan.limits import Limits
@@ -57,7 +58,7 @@ def make_executor(
     inject: str | None = None,
     state_layers: Sequence[int] = (),
     drafts: Callable[[Runner | None], DraftSource | None] = lambda _: None,
-    draft_model: Decoder | None = None,
+    draft_model: Decoder | DraftHead | None = None,
     adapters: ModelAdapterLoader | None = None,
     grammars: SlotGrammars | None = None,
 ) -> Executor:
@@ -65,8 +66,8 @@ def make_executor(
 
     enforce_eager: without CUDA graphs. inject: faults for tests, on the CPU only; raises InjectionError. drafts:
     returns the source of drafts for the model's runner, which keeps the states of state_layers; on a GPU there is none,
-    and no source that needs one. draft_model: on a GPU, makes drafts in place of a source; its layers are in `pools`.
-    adapters: those of the model. grammars: those of the slots.
+    and no source that needs one. draft_model: a model or head that makes drafts on a GPU, in place of a source; its
+    layers are in `pools`. adapters: those of the model. grammars: those of the slots.
     """
     if inject is not None:
         if device.name != "cpu":

@@ -41,7 +41,8 @@ def _check_on_gpus(config: ExecutorConfig, option: str) -> None:
     from executor_svc.gpu.visible import check_gpus
 
     check_gpus(config.tensor_parallel_size)
-    if config.speculative == "draft" or config.speculative_model is not None:
+    if config.speculative in ("draft", "eagle3", "mtp") or config.speculative_model is not None:
         raise RanksError(
-            f"{option} is not possible on GPUs with a draft model so far; there are --speculative ngram, suffix, auto"
+            f"{option} is not possible on GPUs with a draft model or head so far; there are --speculative ngram, "
+            "suffix, auto"
         )

@@ -35,8 +35,6 @@ Draft = LoadedDraft[Decoder] | LoadedDraft[DraftHead]
 
 _NEEDS = {"draft": "the draft model", "eagle3": "the head"}
 """What --speculative-model must name, by --speculative."""
-_ON_GPU = ("off", "ngram", "suffix", "draft", "auto")
-"""Values of --speculative that are possible on a GPU."""
 
 
 class SpeculationError(StartError):
@@ -51,8 +49,6 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
     kind, model = config.speculative, config.speculative_model
     if device_name == "simulated":
         return
-    if device_name != "cpu" and kind not in _ON_GPU:
-        raise _no_head_on_gpu(f"--speculative {kind}")
     if kind in _NEEDS and model is None:
         raise SpeculationError(
             f"--speculative {kind} needs --speculative-model: the folder or hub id of {_NEEDS[kind]}"
@@ -77,11 +73,13 @@ def load_speculative_model(config: ExecutorConfig, device: Device, target: Loade
     Raises LoaderError; SpeculationError for a target that cannot have one on a GPU.
     """
     name = config.speculative_model
-    if name is not None and device.name != "cpu":
-        _check_on_gpu(name, config, target)
+    if name is not None and device.name != "cpu" and not target.recordable:
+        raise SpeculationError(
+            f"--speculative-model {name} is not possible on a GPU with --model {target.geometry.name}, which runs "
+            "through transformers: it needs --device cpu, or a model of an architecture with code in Cadenza"
+        )
     if name is None:
-        may_have_own = config.speculative == "auto" and device.name == "cpu"
-        has_own = config.speculative == "mtp" or (may_have_own and has_mtp(config))
+        has_own = config.speculative == "mtp" or (config.speculative == "auto" and has_mtp(config))
         return load_mtp(config, device, target) if has_own else None
     if config.speculative == "eagle3" or (config.speculative == "auto" and _is_head(name)):
         return load_eagle3(name, config, device, target)
@@ -93,30 +91,9 @@ def state_layers_of(draft: Draft | None) -> Sequence[int]:
     return () if draft is None or isinstance(draft.model, Decoder) else draft.model.state_layers
 
 
-def model_on_gpu(draft: Draft | None, device: Device) -> Decoder | None:
-    """Return the draft model that runs on the GPU of its target, and needs no source; None for others."""
-    if draft is None or device.name == "cpu":
-        return None
-    assert isinstance(draft.model, Decoder)
-    return draft.model
-
-
-def _check_on_gpu(name: str, config: ExecutorConfig, target: LoadedModel) -> None:
-    """Raise SpeculationError unless the draft `name` can run on a GPU beside this target; LoaderError without it."""
-    if config.speculative == "auto" and _is_head(name):
-        raise _no_head_on_gpu(f"--speculative auto with the head --speculative-model {name}")
-    if not target.recordable:
-        raise SpeculationError(
-            f"--speculative-model {name} is not possible on a GPU with --model {target.geometry.name}, which runs "
-            "through transformers: it needs --device cpu, or a model of an architecture with code in Cadenza"
-        )
-
-
-def _no_head_on_gpu(options: str) -> SpeculationError:
-    return SpeculationError(
-        f"{options} is not possible on a GPU so far: drafts of heads need --device cpu; on a GPU there are ngram, "
-        "suffix, draft and auto"
-    )
+def model_on_gpu(draft: Draft | None, device: Device) -> Decoder | DraftHead | None:
+    """Return the draft model or head that runs on the GPU of its target, and needs no source; None for others."""
+    return None if draft is None or device.name == "cpu" else draft.model
 
 
 def make_draft_source(

@@ -172,6 +172,23 @@ def test_drafts_run_beside_none(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
+def test_a_head_runs_beside_none(tmp_path: Path) -> None:
+    assert part.run(parse(["serve", "--trial", "--features", "heads", "--out", str(tmp_path)])) == 0
+    rows = [json.loads(line) for line in (tmp_path / "gpu_serving.jsonl").read_text(encoding="utf-8").splitlines()]
+    medians = {row["params"]["case"]: row["medians"] for row in rows}
+    assert len(medians) == 3 * 6
+    for count in (1, 4, 16):
+        wrong, right = (medians[f"{count} sequences, head, {kind} right"] for kind in ("none", "all"))
+        assert 0 <= wrong["acceptance"] < right["acceptance"] <= 1
+        assert medians[f"{count} sequences, head, none right beside none"]["gain_at_70"] > 0
+        assert medians[f"{count} sequences, head, all right beside none"]["ratio"] > 0
+    alone = (medians[f"1 sequences, {kind}"] for kind in ("off", "head, none right", "head, all right"))
+    off, wrong, right = (metrics["tokens_per_step"] for metrics in alone)
+    assert off == wrong < right
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_and_grammars_run_beside_none(tmp_path: Path) -> None:
     assert part.run(parse(["serve", "--trial", "--features", "adapters,grammars", "--out", str(tmp_path)])) == 0
     rows = [json.loads(line) for line in (tmp_path / "gpu_serving.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -187,4 +204,4 @@ def test_adapters_and_grammars_run_beside_none(tmp_path: Path) -> None:
 def test_a_feature_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["serve", "--features", "beams"])
-    assert "--features: there is no 'beams'; there are drafts, adapters, grammars" in capsys.readouterr().err
+    assert "--features: there is no 'beams'; there are drafts, heads, adapters, grammars" in capsys.readouterr().err

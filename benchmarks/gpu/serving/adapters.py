@@ -74,7 +74,7 @@ def _measured(run: Run, target: str, requests: Sequence[Request], names: Sequenc
 
 DRAFT_COUNTS = (1, 4, 16)
 """Sequences at once."""
-_FORCED_TOKEN = 7
+FORCED_TOKEN = 7
 _MAX_NUM_SEQS, _NUM_DRAFTS = 128, 5
 """Rows of logits, and the most drafts: 16 sequences may have all of them."""
 
@@ -100,7 +100,7 @@ def serve_drafts(run: Run, model: Path, trial: bool) -> None:
             run.limited(generate_burst(services.target, run.load.warm_up))
             for count in DRAFT_COUNTS:
                 requests = repeating_requests(count, run.shape.vocab_size, trial)
-                measure = partial(_measured_drafts, run, services.target, requests)
+                measure = partial(run.limited_metrics, partial(served, services.target, requests, FORCED_TOKEN))
                 found[kind, count] = run.stage(
                     f"{count} sequences, {kind}", 0.0 if trial else _STAGE_S, measure, requests
                 )
@@ -112,20 +112,22 @@ def serve_drafts(run: Run, model: Path, trial: bool) -> None:
             run.stage(f"{count} sequences, drafts beside none", 0.0, partial(dict, ratio), goal=goal)
 
 
-def _measured_drafts(run: Run, target: str, requests: Sequence[Request]) -> Metrics:
-    metrics: Metrics = run.limited(_served(target, requests))
-    return metrics
+async def served(target: str, requests: Sequence[Request], forced_token: int | None) -> Metrics:
+    """Output tokens per second, time of a step, tokens of a sequence in it, and the share of drafts accepted.
 
-
-async def _served(target: str, requests: Sequence[Request]) -> Metrics:
-    """Output tokens per second, tokens of a sequence in a step, and the share of drafts that were accepted."""
+    forced_token: the only token of each output; None: those of the model.
+    """
     async with AsyncClient(target) as client:
         before = (await client.server_info()).load
-        _, wall_s = await generate_burst(target, requests, forced_token=_FORCED_TOKEN)
+        _, wall_s = await generate_burst(target, requests, forced_token=forced_token)
         after = (await client.server_info()).load
     num_tokens = sum(each.output_len for each in requests)
     num_steps, num_drafts = after.num_steps - before.num_steps, after.num_drafts - before.num_drafts
-    metrics = {"tokens_per_s": num_tokens / wall_s, "tokens_per_step": num_tokens / (num_steps * len(requests))}
+    metrics = {
+        "tokens_per_s": num_tokens / wall_s,
+        "tokens_per_step": num_tokens / (num_steps * len(requests)),
+        "step_ms": 1000 * wall_s / num_steps,
+    }
     if num_drafts:
         metrics["acceptance"] = (after.num_accepted_drafts - before.num_accepted_drafts) / num_drafts
     return metrics

@@ -21,11 +21,14 @@ from benchmarks.gpu.kernels.ceilings import ceilings_of
 from benchmarks.gpu.kernels.part import measure
 from benchmarks.gpu.serving.adapters import serve_adapters, serve_drafts
 from benchmarks.gpu.serving.grammars import serve_grammars
+from benchmarks.gpu.serving.heads import serve_heads
 from benchmarks.gpu.serving.run import MIN_PEER_S, ROWS, Load, Run, serve_peer
 from benchmarks.gpu.serving.stages import equal_requests, make_requests, sample_of, serve_all
 from benchmarks.gpu.shapes import write_config
 
-_FEATURES = {"drafts": serve_drafts, "adapters": serve_adapters, "grammars": serve_grammars}
+_FEATURES = {
+    "drafts": serve_drafts, "heads": serve_heads, "adapters": serve_adapters, "grammars": serve_grammars,
+}  # fmt: skip
 _RATIO_GOAL = 4.0
 _FIRST_SHARE = 0.7
 """Share of the time for the first, larger shape of two."""

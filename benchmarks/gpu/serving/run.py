@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,11 @@ class Run:
     def limited(self, work: Any) -> Any:
         """Run a coroutine until it ends; raises TimeoutError when no time is left."""
         return asyncio.run(asyncio.wait_for(work, max(1.0, self.end_at - time.monotonic())))
+
+    def limited_metrics(self, work: Callable[[], Coroutine[Any, Any, Metrics]]) -> Metrics:
+        """Run a coroutine function as `limited` does; returns its metrics."""
+        metrics: Metrics = self.limited(work())
+        return metrics
 
 
 PEER_S, MIN_PEER_S = 90.0, 45.0

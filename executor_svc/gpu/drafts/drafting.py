@@ -15,7 +15,6 @@ from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.mirror_slots import MirrorSlots
 from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
-from executor_svc.gpu.kernels.slots.draft_passes import FIRST_TOKENS
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.slots.device_slots import DeviceSlots, NgramLengths, is_decode
 from executor_svc.plan.arrays import BoolArray, IntArray
@@ -52,16 +51,17 @@ class GpuDrafting:
         sizes_of: Callable[[Scheduled], StepSizes],
         graphs: Sequence[StepSizes],
         *,
-        passes: bool = False,
+        tokens_of_pass: int = 0,
     ) -> None:
         """source: needs no report of computed steps; n-grams are drafted on the device. None: there are no drafts, but
-        those of a draft model, if passes is set.
+        those of a draft model or head, if tokens_of_pass is set.
 
         sizes_of: returns the padded sizes of a step. graphs: sizes with a graph, of decodes with drafts.
+        tokens_of_pass: the most tokens that drafting passes compute of a sequence.
         """
         self._slots, self._on_device = slots, on_device
-        self._there = passes or ngrams_of(source) is not None
-        self._tokens_of_pass = FIRST_TOKENS if passes else 0
+        self._there = tokens_of_pass > 0 or ngrams_of(source) is not None
+        self._tokens_of_pass = tokens_of_pass
         self._here = None if source is None or self._there else Drafting(slots, source)
         self._sizes_of, self._graphs = sizes_of, graphs
 
@@ -101,7 +101,7 @@ class GpuDrafting:
         In a graph each slot with drafts has as many places as the graph: so the next step has the same layout, and
         sends nothing.
         """
-        # All sequences of a step take part in a draft model's first pass.
+        # All sequences of a step take part in the first pass.
         if not counts.any() or len(counts) * self._tokens_of_pass > self._slots.limits.max_num_batched_tokens:
             return None
         sizes = self._graph(scheduled, int(counts.max()))

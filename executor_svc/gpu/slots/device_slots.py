@@ -280,13 +280,14 @@ class DeviceSlots:
             words = self.buffers.words
         build_step(words, self.state, self.buffers, sizes, self.limits.block_size, one_each)
 
-    def launch_first_pass(self, sizes: StepSizes, num_seqs: int) -> None:
-        """Enqueue the building of a draft model's first pass over the last staged step, as `first_pass` does."""
-        first_pass(self._upload.on_device, self.state, self.buffers, sizes, num_seqs, self.limits.block_size)
+    def launch_first_pass(self, sizes: StepSizes, num_seqs: int, *, head: bool) -> None:
+        """Enqueue the building of the first drafting pass over the last staged step, as `first_pass` does."""
+        staged, size = self._upload.on_device, self.limits.block_size
+        first_pass(staged, self.state, self.buffers, sizes, num_seqs, size, head=head)
 
-    def launch_next_pass(self, num_seqs: int, index: int, tokens: Tensor, errors: Tensor) -> None:
+    def launch_next_pass(self, num_seqs: int, index: int, tokens: Tensor, errors: Tensor, *, head: bool) -> None:
         """Enqueue the commit of the drafts of a pass, and the building of the next one, as `next_pass` does."""
-        next_pass(tokens, errors, self.state, self.buffers, num_seqs, index, self.limits.block_size)
+        next_pass(tokens, errors, self.state, self.buffers, num_seqs, index, self.limits.block_size, head=head)
 
     def staged_slots(self, num_seqs: int) -> Tensor:
         """Return the slots [num_seqs] int32 of the last staged step's first sequences."""

@@ -22,6 +22,8 @@ class DraftHead(Protocol):
     """Of the target."""
     state_layers: tuple[int, ...]
     """The states that it reads, as `Decoder.forward_with_states` takes them."""
+    target_ids: Tensor | None
+    """[head's vocabulary] int64: the target's id of each id of the head; None: they are the same ids."""
 
     def new_ropes(self, positions: Tensor) -> list[Rope]:
         """As in `models.base.CausalLM`."""

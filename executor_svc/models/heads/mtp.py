@@ -64,6 +64,7 @@ class MtpHead:
         self.vocab_size = spec.vocab_size
         self.hidden_size = spec.hidden_size
         self.state_layers: tuple[int, ...] = (num_target_layers,)
+        self.target_ids: Tensor | None = None
         self.attention_shapes: tuple[AttentionShape, ...] = (attention_shape,)
         self.layer_heads = layer_heads(spec)
         self._rotary = rotary

@@ -2,12 +2,13 @@
 
 Triton compiles for it and launches what it has compiled by its own launcher: with the arguments, grids, shared memory
 and descriptors that it would have there. All tensors lie on the CPU and hold whatever they held before. Run with the
-folder of the stub, in whose environment it is found, and that of a checkpoint; prints JSON.
+folder of the stub, in whose environment it is found, that of a checkpoint, and a source of drafts; prints JSON.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu import device as gpu_device
 from executor_svc.startup import executors as startup_device
-from tests.helpers.executor.plans import ints, scheduled, sequence
+from tests.helpers.executor.plans import ints, plan, scheduled, sequence
 
 LIBRARY = "libcuda.so.1"
 OPTIONS: dict[str, Any] = {
@@ -34,7 +35,6 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 512,
     "num_gpu_blocks": 64,
     "num_cpu_blocks": 4,
-    "speculative": "ngram",
     "num_speculative_tokens": 3,
 }
 
@@ -62,17 +62,17 @@ def noted_compiles(patch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def main(stub_folder: str, checkpoint: str) -> None:
+def main(stub_folder: str, checkpoint: str, speculative: str) -> None:
     stub = ctypes.CDLL(str(Path(stub_folder, LIBRARY)), mode=ctypes.RTLD_GLOBAL)
     driver.set_active(StubbedDriver())
-    from tests.executor_svc.gpu.test_warm_up import run, started
+    from tests.executor_svc.gpu.test_warm_up import started
 
     with pytest.MonkeyPatch.context() as patch:
         # Tensors lie where they would lie for the interpreter.
         patch.setattr(startup_device, "is_interpreted", lambda: True)
         patch.setattr(gpu_device, "is_interpreted", lambda: True)
         compiled = noted_compiles(patch)
-        executor = started(Path(checkpoint), patch, **OPTIONS)
+        executor = started(Path(checkpoint), patch, speculative=speculative, **OPTIONS)
         num_at_start = len(compiled)
         drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
         other = SequenceSampling(min_tokens=3, stop_token_ids=ints(4), num_prompt_logprobs=1)
@@ -86,11 +86,14 @@ def main(stub_folder: str, checkpoint: str) -> None:
             {"admitted": (second,), "scheduled": scheduled((0, 10, True), (2, 1, True))},
             *({"decode_ready": True, "max_drafts": most} for most in (0, 2, 3)),
         ]
-        run(executor, steps)
+        launches = [stub.stub_launches()]
+        for step_id, fields in enumerate(steps, 1):
+            executor.launch(plan(step_id=step_id, **fields), 0).result()
+            launches.append(stub.stub_launches())
     seen = {
         "compiled": compiled[:num_at_start],
         "compiled_by_steps": compiled[num_at_start:],
-        "num_launches": stub.stub_launches(),
+        "launches": [after - before for before, after in itertools.pairwise(launches)],
         "num_descriptors": stub.stub_descriptors(),
     }
     print(json.dumps(seen))

@@ -9,6 +9,7 @@ import pytest
 
 from cadenza import AsyncClient, RequestOutput, SamplingParams
 from tests.checkpoints import make_checkpoint
+from tests.helpers.models.mtp_heads import make_mimo
 from tests.helpers.scheduler.gate import Gate
 from tests.helpers.services import cadenza_services
 
@@ -69,10 +70,13 @@ DRAFTED = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("speculative", ["ngram", "suffix", "draft"])
+@pytest.mark.parametrize("speculative", ["ngram", "suffix", "draft", "mtp", "auto"])
 async def test_drafts_change_no_token(tmp_path: Path, speculative: str) -> None:
     """With few blocks: sequences with drafts are swapped out and come back, and some have no room for drafts."""
-    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
+    if speculative in ("mtp", "auto"):
+        folder = make_mimo(tmp_path, predicts=True, num_hidden_layers=1)
+    else:
+        folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
     limits: dict[str, Any] = {"max_num_seqs": 16, "num_gpu_blocks": 16}
     expected = await outputs(folder, "cpu", DRAFTED, **limits)
     if speculative == "draft":

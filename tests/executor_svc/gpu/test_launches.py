@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import triton
 
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.gpu.stubbed_start import LIBRARY, OPTIONS
+from tests.helpers.models.mtp_heads import make_mimo
 from tests.helpers.paths import ROOT
 
 COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -51,10 +53,12 @@ OF_EXPERTS = {"choose_kernel", "sum_kernel", "place_kernel", "_linear_of_experts
 
 
 OF_STATES = {"_begin_states", "_end_states", "_convolve", "_write_rings", "_recur", "_gated_norm"}
+OF_HEADS = {"_read_next_tokens", "_keep_results", "_first_pass", "_next_pass", "_copy_columns"}
 
 
 @pytest.mark.parametrize(
-    ("family", "kernels"), [("llama", set()), ("glm4_moe", OF_EXPERTS), ("qwen3_5_delta", OF_STATES)]
+    ("family", "kernels"),
+    [("llama", set()), ("glm4_moe", OF_EXPERTS), ("qwen3_5_delta", OF_STATES), ("mimo", OF_HEADS)],
 )
 def test_kernels_are_compiled_and_launched_as_on_a_gpu(
     family: str, kernels: set[str], stub: Path, tmp_path: Path
@@ -64,7 +68,8 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(
     if kernels is OF_STATES:
         shape |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
         shape |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 80}
-    folder = make_checkpoint(tmp_path / "model", family, vocab_size=500, dtype=torch.bfloat16, **shape)
+    make = make_mimo if kernels is OF_HEADS else partial(make_checkpoint, family=family)
+    folder = make(tmp_path / "model", vocab_size=500, dtype=torch.bfloat16, **shape)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_")},
         "TRITON_LIBCUDA_PATH": str(stub),
@@ -73,11 +78,14 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
     }
     command = [sys.executable, "-m", "tests.executor_svc.gpu.stubbed_start", str(stub), str(folder)]
+    command.append("mtp" if kernels is OF_HEADS else "ngram")
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout.splitlines()[-1])
     assert seen["compiled_by_steps"] == []
-    of_all = {"attention_kernel", "split_kernel", "_build_step", "_commit", "_draft_ngrams", "_lay_out"}
+    of_all = {"attention_kernel", "split_kernel", "_build_step", "_commit", "_lay_out"}
+    of_all |= set() if kernels is OF_HEADS else {"_draft_ngrams"}
     assert of_all | kernels <= {name.rpartition(".")[2] for name in seen["compiled"]}
-    assert seen["num_launches"] > 100
+    assert len(seen["launches"]) == 5
+    assert min(seen["launches"]) > 10
     assert seen["num_descriptors"] > 0, OPTIONS

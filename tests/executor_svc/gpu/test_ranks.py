@@ -186,10 +186,12 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         check_gpus(3)
 
 
-def test_a_draft_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["draft", "eagle3", "mtp"])
+def test_a_draft_model_or_head_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    model = None if kind == "mtp" else "small"
     config = ExecutorConfig(
-        model="any", device="cuda", tensor_parallel_size=2, speculative="draft", speculative_model="small"
+        model="any", device="cuda", tensor_parallel_size=2, speculative=kind, speculative_model=model
     )
-    with pytest.raises(RanksError, match="--tensor-parallel-size 2 is not possible on GPUs with a draft model so far"):
+    with pytest.raises(RanksError, match="--tensor-parallel-size 2 is not possible on GPUs with a draft model or head"):
         check_ranks(config, make_device(config))

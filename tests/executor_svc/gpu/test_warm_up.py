@@ -33,6 +33,8 @@ from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 from tests.helpers.marks import short_and_long
+from tests.helpers.models.agreeing_heads import make_agreeing
+from tests.helpers.models.mtp_heads import make_mimo
 from tests.helpers.models.quantized_layouts import LAYOUTS, quantize_checkpoint
 
 # What the cache holds at first is anything, and the interpreter multiplies it by numpy.
@@ -136,18 +138,24 @@ def run(executor: GpuStepExecutor, steps: Sequence[dict[str, Any]]) -> list[Step
 @pytest.mark.parametrize(
     ("speculative", "enforce_eager"),
     short_and_long(
-        [(speculative, eager) for speculative in ("off", "ngram", "draft") for eager in (False, True)],
-        [("draft", False)],
+        [(speculative, eager) for speculative in ("off", "ngram", "draft", "mtp", "eagle3") for eager in (False, True)],
+        [("draft", False), ("mtp", True)],
     ),
 )
 def test_no_step_waits_for_a_compiler(
     enforce_eager: bool, speculative: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
-    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
     options: dict[str, Any] = {"enforce_eager": enforce_eager, "max_num_batched_tokens": 24}
     num_drafts = 0 if speculative == "off" else 2
     if num_drafts:
         options |= {"speculative": speculative, "num_speculative_tokens": num_drafts, "max_num_seqs": 6}
+    if speculative == "mtp":
+        folder = make_mimo(tmp_path, num_hidden_layers=1)
+    elif speculative == "eagle3":
+        folder, head = make_agreeing(tmp_path)
+        options["speculative_model"] = str(head)
+    else:
+        folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64)
     if speculative == "draft":
         options["speculative_model"] = str(folder)
     executor = started(folder, monkeypatch, **options)
@@ -166,6 +174,7 @@ def test_no_step_waits_for_a_compiler(
             {"released_slots": ints(2), "resumed_slots": ints(0), "decode_ready": True, "max_drafts": num_drafts},
         ],
     )
+    assert executor.slots.num_tokens[0] >= 33
     assert compiled == known
 
 

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.startup.speculation import SpeculationError, check_speculation, load_speculative_model
-from tests.helpers.models.eagle3_heads import HeadShape, make_head
+from executor_svc.models.heads.mtp import MtpHead
+from executor_svc.startup.speculation import (
+    SpeculationError,
+    check_speculation,
+    load_speculative_model,
+    model_on_gpu,
+)
+from tests.executor_svc.driver import Model
+from tests.helpers.models.mtp_heads import make_mimo
 
 
 @pytest.mark.parametrize("kind", ["off", "ngram", "suffix", "auto"])
@@ -38,30 +45,32 @@ def on_gpu(kind: str, head: str, *, recordable: bool) -> None:
     load_speculative_model(ExecutorConfig(model="x", speculative=kind, speculative_model=head), device, target)
 
 
-def test_heads_are_on_the_cpu(tmp_path: Path) -> None:
-    config = ExecutorConfig(model="x", speculative="eagle3", speculative_model="y")
-    check_speculation(config, "cpu")
-    with pytest.raises(SpeculationError, match=r"^--speculative eagle3 is not possible on a GPU so far"):
-        check_speculation(config, "cuda")
-    head = make_head(tmp_path, HeadShape("old"))
-    with pytest.raises(SpeculationError, match=f"auto with the head .*{head.name} is not possible on a GPU"):
-        on_gpu("auto", str(head), recordable=True)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_heads_are_everywhere(device: str, tmp_path: Path) -> None:
+    check_speculation(ExecutorConfig(model="x", speculative="eagle3", speculative_model="y"), device)
+    folder = str(make_mimo(tmp_path, num_hidden_layers=1))
+    check_speculation(ExecutorConfig(model=folder, speculative="mtp"), device)
 
 
-def test_a_target_that_runs_through_transformers_has_no_draft_model_on_a_gpu() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("kind", "expected"), [("auto", MtpHead), ("ngram", type(None)), ("suffix", type(None))])
+def test_auto_takes_the_head_of_the_checkpoint(kind: str, expected: type, device: str, tmp_path: Path) -> None:
+    model = Model(make_mimo(tmp_path, num_hidden_layers=1), device=device, speculative=kind)
+    draft = load_speculative_model(ExecutorConfig(**model.options), model.device, model.loaded)
+    assert isinstance(None if draft is None else draft.model, expected)
+    assert isinstance(model_on_gpu(draft, model.device), type(None) if device == "cpu" else expected)
+
+
+@pytest.mark.parametrize("kind", ["draft", "eagle3", "auto"])
+def test_a_target_that_runs_through_transformers_has_no_draft_on_a_gpu(kind: str) -> None:
     with pytest.raises(SpeculationError, match="--speculative-model y is not possible on a GPU with --model a/mamba"):
-        on_gpu("draft", "y", recordable=False)
+        on_gpu(kind, "y", recordable=False)
 
 
 def test_a_model_for_a_source_that_takes_none_is_refused_as_on_the_cpu() -> None:
     for device in ("cpu", "cuda"):
         with pytest.raises(SpeculationError, match="--speculative-model y: only with"):
             check_speculation(ExecutorConfig(model="x", speculative="ngram", speculative_model="y"), device)
-
-
-def test_a_head_of_the_checkpoint_is_on_the_cpu() -> None:
-    with pytest.raises(SpeculationError, match="--speculative mtp is not possible on a GPU so far"):
-        check_speculation(ExecutorConfig(model="x", speculative="mtp"), "cuda")
 
 
 @pytest.mark.parametrize(("max_num_seqs", "warned"), [(5, True), (6, False)])

@@ -8,13 +8,12 @@ from typing import Any
 
 from cadenza_common.plan.result import StepResult, StepStatus
 from executor_svc.config import ExecutorConfig
-from executor_svc.models.decoder import Decoder
-from executor_svc.models.heads.draft import LoadedDraft
 from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import with_adapters
 from executor_svc.startup.executors import make_executor
 from executor_svc.startup.grammars import Grammars
+from executor_svc.startup.speculation import Draft
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.worker import Launched
 from tests.executor_svc.driver import Model, spoil
@@ -34,7 +33,7 @@ class Stepper:
         num_slots: int = 8,
         max_drafts: int = 0,
         drafts: Callable[[Limits], DraftSource] | None = None,
-        draft: LoadedDraft[Decoder] | None = None,
+        draft: Draft | None = None,
         adapters: ModelAdapterLoader | None = None,
         grammars: Grammars | None = None,
         kv_groups: bool = False,

@@ -1,8 +1,11 @@
-"""The tensors of a draft model's passes: each computes a token of every sequence, from whose logits a draft is sampled.
+"""The tensors of drafting passes: each computes a token of every sequence, from whose logits a draft is sampled.
 
-The first pass computes two tokens of a sequence: the last one, which no pass has seen, and the one before it. That may
-be an accepted draft that was the last of its step: sampled, but not computed. So passes alone keep the draft's keys
-and values of a decode complete, whatever was accepted.
+A draft model's first pass computes two tokens of a sequence: the last one, which no pass has seen, and the one before
+it. That may be an accepted draft that was the last of its step: sampled, but not computed. So passes alone keep the
+draft's keys and values of a decode complete, whatever was accepted.
+
+A head's first pass computes nothing: the result from which the first draft is sampled is there since the last step
+(`head_rows`). In later ones it computes row p, which reads the token at position p + 1.
 
 Passes use the buffers of the step for which they make drafts, which `step_inputs` fills after them.
 """
@@ -51,7 +54,7 @@ _FIRST_INTEGERS = (
     *_STRIDES, "tables_stride", "table_words", "num_tables", "starts_place", "limit_place", "block_size",
 )  # fmt: skip
 _NEXT_POINTERS = {**_STATE, **_BUFFERS, "tokens": "*i64", "errors": "*i32"}
-_NEXT_INTEGERS = (*_STRIDES, "table_words", "num_tables", "num_seqs", "index", "block_size")
+_NEXT_INTEGERS = (*_STRIDES, "table_words", "num_tables", "num_seqs", "index", "behind", "block_size")
 
 
 @triton.jit
@@ -75,7 +78,7 @@ def _write_tokens(
 def _first_pass(
     staging, token_ids, block_tables, numbers, by_token, by_seq, by_row, logits_rows, tables, token_stride,
     table_stride, number_stride, by_token_stride, by_seq_stride, by_row_stride, tables_stride, table_words, num_tables,
-    starts_place, limit_place, block_size, TABLE: tl.constexpr,
+    starts_place, limit_place, block_size, HEAD: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Strides of block tables are in units of 16 words, so that Triton infers aligned rows."""
     sequence = tl.program_id(0)
@@ -96,21 +99,25 @@ def _first_pass(
     tl.store(number + NUM_DRAFTS * number_stride, count, slot >= 0)
     tl.store(number + NUM_GUESSED * number_stride, known, slot >= 0)
 
-    ahead = tl.arange(0, _FIRST_TOKENS)
-    position = known - _FIRST_TOKENS + ahead
-    every = (ahead >= 0) & there
-    token = tl.load(token_ids + slot * token_stride + position, every, other=0)
-    _write_tokens(
-        sequence * _FIRST_TOKENS + ahead, slot + tl.zeros_like(ahead), position, token, every, ahead >= 0, block_tables,
-        table_stride, table_words, num_tables, numbers, number_stride, by_token, by_token_stride, block_size,
-    )  # fmt: skip
-    start = by_seq + QUERY_START_LOC * by_seq_stride + sequence
-    tl.store(start, 0, sequence == 0)
-    tl.store(start + 1, (sequence + 1) * _FIRST_TOKENS)
-    tl.store(by_seq + SEQ_LENS * by_seq_stride + sequence, tl.where(there, known, 0))
     tl.store(by_row + ROWS * by_row_stride + sequence, tl.where(count > 0, slot, -1).to(tl.int32))
     tl.store(by_row + SOURCES * by_row_stride + sequence, sequence)
-    tl.store(logits_rows + sequence, ((sequence + 1) * _FIRST_TOKENS - 1).to(tl.int64))
+    if HEAD:
+        tl.store(logits_rows + sequence, tl.where(count > 0, slot, -1))
+    else:
+        ahead = tl.arange(0, _FIRST_TOKENS)
+        position = known - _FIRST_TOKENS + ahead
+        every = (ahead >= 0) & there
+        token = tl.load(token_ids + slot * token_stride + position, every, other=0)
+        _write_tokens(
+            sequence * _FIRST_TOKENS + ahead, slot + tl.zeros_like(ahead), position, token, every, ahead >= 0,
+            block_tables, table_stride, table_words, num_tables, numbers, number_stride, by_token, by_token_stride,
+            block_size,
+        )  # fmt: skip
+        start = by_seq + QUERY_START_LOC * by_seq_stride + sequence
+        tl.store(start, 0, sequence == 0)
+        tl.store(start + 1, (sequence + 1) * _FIRST_TOKENS)
+        tl.store(by_seq + SEQ_LENS * by_seq_stride + sequence, tl.where(there, known, 0))
+        tl.store(logits_rows + sequence, ((sequence + 1) * _FIRST_TOKENS - 1).to(tl.int64))
 
     # For all passes, whose drafts have places in the table.
     num_blocks = tl.where(there, tl.cdiv(tl.cdiv(known + count, block_size), 4) * 4, 0)
@@ -127,7 +134,7 @@ def _first_pass(
 def _next_pass(
     token_ids, block_tables, numbers, by_token, by_seq, by_row, logits_rows, tokens, errors, token_stride,
     table_stride, number_stride, by_token_stride, by_seq_stride, by_row_stride, table_words, num_tables, num_seqs,
-    index, block_size, LISTED: tl.constexpr,
+    index, behind, block_size, LISTED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * LISTED + tl.arange(0, LISTED)
     within = at < num_seqs
@@ -137,11 +144,12 @@ def _next_pass(
     token = tl.load(tokens + at, sampled, other=-1)
     made = sampled & (token >= 0)
     known = tl.load(numbers + NUM_TOKENS * number_stride + slot, live, other=0)
-    position = known + index - 1
-    tl.store(token_ids + slot * token_stride + position, token.to(tl.int32), made)
+    place = known + index - 1
+    tl.store(token_ids + slot * token_stride + place, token.to(tl.int32), made)
     tl.store(numbers + NUM_DRAFTS * number_stride + slot, tl.zeros_like(known) + index - 1, live & ~made)
     there = made & (tl.load(numbers + NUM_DRAFTS * number_stride + slot, made, other=0) > index)
-    tl.store(numbers + NUM_GUESSED * number_stride + slot, position + 1, there)
+    tl.store(numbers + NUM_GUESSED * number_stride + slot, place + 1, there)
+    position = place - behind
     _write_tokens(
         at, slot, position, token, there, within, block_tables, table_stride, table_words, num_tables, numbers,
         number_stride, by_token, by_token_stride, block_size,
@@ -154,7 +162,14 @@ def _next_pass(
 
 
 def first_pass(
-    staging: Tensor, state: SlotState, buffers: StepBuffers, sizes: StepSizes, num_seqs: int, block_size: int
+    staging: Tensor,
+    state: SlotState,
+    buffers: StepBuffers,
+    sizes: StepSizes,
+    num_seqs: int,
+    block_size: int,
+    *,
+    head: bool = False,
 ) -> None:
     """Write the first pass over a step's first num_seqs sequences to the buffers: FIRST_TOKENS tokens of each.
 
@@ -170,13 +185,15 @@ def first_pass(
         buffers: for steps of at least these sizes, and of FIRST_TOKENS tokens of num_seqs sequences.
         sizes: of the step; without drafts, keys and values are all that the pass is for.
         block_size: tokens of a KV block.
+        head: whether a head drafts. Its first pass has no tokens: row i of logits is of the result of the sequence's
+        slot, -1 where it may have no draft.
 
     Raises ValueError naming the argument.
     """
     check("staging", staging, (staging.numel(),), torch.int32)
     if staging.numel() < sizes.num_words:
         raise ValueError(f"staging has {staging.numel()} words, not the {sizes.num_words} of {sizes}")
-    _check_buffers(buffers, num_seqs, FIRST_TOKENS)
+    _check_buffers(buffers, num_seqs, 1 if head else FIRST_TOKENS)
     if not 0 <= num_seqs <= sizes.num_seqs:
         raise ValueError(f"num_seqs {num_seqs} is not 0 to {sizes.num_seqs}, the number of the step's sequences")
     if num_seqs:
@@ -184,12 +201,20 @@ def first_pass(
             staging, state.token_ids, state.tables, state.numbers, buffers.by_token, buffers.by_seq, buffers.by_row,
             buffers.logits_rows, buffers.tables, *_strides(state, buffers), buffers.tables.stride(0) // 16,
             *_tables(state), sizes.num_seqs, sizes.num_words - 1 if sizes.num_drafts else -1,
-            block_size, TABLE=_TABLE, num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
+            block_size, HEAD=head, TABLE=_TABLE, num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def next_pass(
-    tokens: Tensor, errors: Tensor, state: SlotState, buffers: StepBuffers, num_seqs: int, index: int, block_size: int
+    tokens: Tensor,
+    errors: Tensor,
+    state: SlotState,
+    buffers: StepBuffers,
+    num_seqs: int,
+    index: int,
+    block_size: int,
+    *,
+    head: bool = False,
 ) -> None:
     """Write the drafts of pass index - 1 behind the tokens and drafts of their slots, and the next pass to the buffers.
 
@@ -203,6 +228,7 @@ def next_pass(
         buffers: of the pass before; later passes read its block tables too.
         index: of the pass, at least 1.
         block_size: tokens of a KV block.
+        head: whether a head drafts, whose rows are one position before their tokens.
 
     Raises ValueError naming the argument.
     """
@@ -215,7 +241,7 @@ def next_pass(
         _next_pass[(-(-(num_seqs + 1) // _LISTED),)](
             state.token_ids, state.tables, state.numbers, buffers.by_token, buffers.by_seq, buffers.by_row,
             buffers.logits_rows, tokens, errors, *_strides(state, buffers), *_tables(state), num_seqs, index,
-            block_size, LISTED=_LISTED, num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
+            int(head), block_size, LISTED=_LISTED, num_warps=_WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -239,18 +265,7 @@ def _tables(state: SlotState) -> tuple[int, int]:
 
 def variants() -> list[Variant]:
     """Return the variants of `first_pass` and `next_pass`."""
-    first = Variant(
-        name="draft_passes first",
-        kernel=_first_pass,
-        signature={**_FIRST_POINTERS, **dict.fromkeys(_FIRST_INTEGERS, "i32"), "TABLE": "constexpr"},
-        constants={"TABLE": _TABLE},
-        divisible=tuple(_FIRST_POINTERS),
-        num_warps=_WARPS,
-        num_stages=1,
-        fp_fusion=False,
-        no_spills=True,
-        quick=True,
-    )
+    first = [_first_variant(head) for head in (False, True)]
     following = Variant(
         name="draft_passes next",
         kernel=_next_pass,
@@ -263,4 +278,21 @@ def variants() -> list[Variant]:
         no_spills=True,
         quick=True,
     )
-    return [first, following]
+    return [*first, following]
+
+
+def _first_variant(head: bool) -> Variant:
+    constants = {"HEAD": head, "TABLE": _TABLE}
+    integers = dict.fromkeys(_FIRST_INTEGERS, "i32")
+    return Variant(
+        name=f"draft_passes first{' of a head' if head else ''}",
+        kernel=_first_pass,
+        signature={**_FIRST_POINTERS, **integers, **dict.fromkeys(constants, "constexpr")},
+        constants=constants,
+        divisible=tuple(_FIRST_POINTERS),
+        num_warps=_WARPS,
+        num_stages=1,
+        fp_fusion=False,
+        no_spills=True,
+        quick=True,
+    )

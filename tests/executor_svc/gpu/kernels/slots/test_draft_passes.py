@@ -103,6 +103,36 @@ def test_who_has_how_many(device: torch.device, state: SlotState) -> None:
     assert tensors_of(buffers, 10, 5).seq_lens.tolist() == [17] * 5
 
 
+def test_passes_of_a_head_compute_the_row_before_each_draft(device: torch.device, state: SlotState) -> None:
+    """The first computes nothing: it reads the results of slots that may have drafts."""
+    state.num_computed_tokens[3], state.stopped[4], state.drafts_end[1] = 11, 1, 18
+    seqs = [(2, 4), (1, 4), (5, 1), (3, 4), (4, 4), (-1, 1)]
+    sizes = StepSizes(18, 6, 6, 6, 3)
+    buffers = StepBuffers.empty(sizes, 5, device)
+    before = state.token_ids.clone()
+    first_pass(staged(seqs, sizes, 3, device), state, buffers, sizes, 6, SIZE, head=True)
+    assert state.num_drafts.tolist() == [POISON, 1, 3, 0, 0, 0]
+    found = tensors_of(buffers, 6, 6)
+    assert found.logits_rows.tolist() == [2, 1, -1, -1, -1, -1]
+    assert (found.rows.tolist(), found.sources.tolist()) == ([2, 1, -1, -1, -1, -1], list(range(6)))
+    assert found.block_tables[:2, :3].tolist() == [[20, 21, 22], [10, 11, 12]]
+    for index, token in ((1, 40), (2, 41), (3, 42)):
+        tokens = torch.full((6,), token, device=device)
+        next_pass(tokens, ints([0] * 6, device), state, buffers, 6, index, SIZE, head=True)
+        found, there = tensors_of(buffers, 6, 6), index < 3
+        position = 15 + index if there else 0
+        assert found.token_ids.tolist() == [token if there else 0] + [0] * 5
+        assert found.positions.tolist() == [position] + [0] * 5
+        assert found.slot_mapping.tolist() == [160 + position if there else -1] + [-1] * 5
+        assert found.rope_lens.tolist() == [position + 1] + [1] * 5
+        assert found.seq_lens.tolist() == [position + 1 if there else 0] + [0] * 5
+        assert found.query_start_loc.tolist() == list(range(7))
+        assert found.rows.tolist() == [2 if there else -1] + [-1] * 5
+        assert int(state.num_guessed[2]) == 17 + min(index, 2)
+    before[2, 17:20], before[1, 17] = ints([40, 41, 42], device), 40
+    assert torch.equal(state.token_ids, before)
+
+
 def test_wrong_arguments_are_named(device: torch.device, state: SlotState) -> None:
     sizes = StepSizes.decode(2, 1)
     buffers, words = StepBuffers.empty(sizes, 5, device), staged([(0, 2), (1, 2)], sizes, 1, device)

@@ -168,7 +168,7 @@ def linear_few_bits(
     """
     if len(x) > MOST_ROWS:
         raise ValueError(f"x: has {len(x)} rows, more than {MOST_ROWS}")
-    _check(x, weight, bias, out)
+    check_arguments(x, weight, bias, out)
     rows = x.shape[0]
     if not rows:
         return
@@ -194,7 +194,7 @@ def few_bits_of_experts(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Ten
 
     Raises ValueError naming the argument.
     """
-    _check(x, weight, bias, out, weight.num_experts)
+    check_arguments(x, weight, bias, out, weight.num_experts)
     if len(x):
         launch(x, weight, bias, out, None, tile_of_experts(blocks.rows, weight.layout.kind), 1, blocks)
 
@@ -251,7 +251,10 @@ def _constants(layout: FewBitsLayout, tile: FewBitsTile, is_bfloat16: bool, *, p
     return layout.constants() | own | {"ROWS": tile.rows, "PARTIAL": partial}
 
 
-def _check(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, num_experts: int | None = None) -> None:
+def check_arguments(
+    x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, num_experts: int | None = None
+) -> None:
+    """Raise ValueError, naming the argument, for arguments that no product with few bits takes."""
     shape = (weight.rows,) if num_experts is None else (num_experts, weight.rows)
     if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] != weight.columns:
         raise ValueError(f"x: must be [M, {weight.columns}] bfloat16 or float16, is {list(x.shape)} {x.dtype}")

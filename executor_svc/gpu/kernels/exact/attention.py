@@ -21,7 +21,7 @@ import triton.language as tl
 
 from executor_svc.gpu.kernels.attention.attention import find_sequence
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.config import AttentionConfig, AttentionKind, Phase, constants
+from executor_svc.gpu.kernels.attention.config import AttentionKind, Phase, constants, padded
 from executor_svc.gpu.kernels.attention.keys import keys_to_read, loaded, places_of
 from executor_svc.gpu.kernels.attention.records import record
 from executor_svc.gpu.kernels.attention.segments import SegmentScratch
@@ -34,7 +34,7 @@ from executor_svc.gpu.kernels.attention.tile import (
 )
 from executor_svc.gpu.kernels.attention.variants import cases, variants_of
 from executor_svc.gpu.kernels.exact.attention_config import SEGMENT_KEYS, exact_config
-from executor_svc.gpu.kernels.exact.folding import finished, folded, weigh_exactly, write_folded
+from executor_svc.gpu.kernels.exact.folding import finished, folded, scores_of, weighed, write_folded
 from executor_svc.gpu.kernels.variant import Variant
 
 _PROGRAMS_PER_SM = 2
@@ -129,7 +129,7 @@ def exact_attention_kernel(
     table = block_tables + sequence.to(tl.int64) * table_stride
     keys_at, value_offset = cache + kv_head * (block_size * WIDTH), value_rows * WIDTH
     run = nothing_yet(query)
-    own = nothing_yet(query)
+    acc, greatest, total = nothing_yet(query)
     # Loaded one tile ahead: loads of keys and values would otherwise wait for the ids.
     ids = tl.load(table + (keys_to_read(begin, low, high, TILE) >> block_bits))
     for tile in tl.range(begin, end, num_stages=STAGES):
@@ -144,16 +144,21 @@ def exact_attention_kernel(
         v = k
         if MORE == 0:
             v = loaded(places + value_offset, HEAD_SIZE, PADDED)
-        own = weigh_exactly(known, own, k, more_k, v, tile, TILE, HAS_WINDOW, HAS_SOFTCAP)
-        if ((tile + 1) % (SEGMENT // TILE) == 0) | (tile + 1 == end):
+        if (tile % (SEGMENT // TILE) == 0) & (tile > begin):
             if APART:
-                record(own, segment - first_segment, kept, HEAD_SIZE, PADDED)
+                record((acc, greatest, total), segment - first_segment, kept, HEAD_SIZE, PADDED)
                 segment += 1
             else:
-                run = folded(run, own)
-            own = nothing_yet(query)
+                run = folded(run, (acc, greatest, total))
+            # What was before then shrinks to 0. The next product reads this, so that the branch stays here, before it,
+            # where the sums are complete: at the end of the loop Triton lets a branch read unfinished ones.
+            greatest = tl.full([ROWS], float("-inf"), tl.float32)
+        scores = scores_of(known, k, more_k, tile, TILE, HAS_WINDOW, HAS_SOFTCAP)
+        acc, greatest, total = weighed(query, outer, (acc, greatest, total), scores, v)
 
     if APART:
+        if begin < end:
+            record((acc, greatest, total), segment - first_segment, kept, HEAD_SIZE, PADDED)
         counter = counters + sequence * num_kv_heads + head
         # Records of all threads are written before one thread counts, and read after.
         tl.debug_barrier()
@@ -166,6 +171,7 @@ def exact_attention_kernel(
                 num_kv_heads, group, softcap, HEAD_SIZE, PADDED, HAS_SCALES, HAS_SINKS, HAS_SOFTCAP, CHUNK,
             )  # fmt: skip
     else:
+        run = folded(run, (acc, greatest, total))
         result = finished(
             run, sinks, rows, head, kv_head, group, softcap, v_scale, HAS_SINKS, HAS_SOFTCAP, HAS_SCALES
         )
@@ -254,7 +260,7 @@ def _own_constants(one_tile: bool, apart: bool) -> dict[str, Any]:
 
 
 _POINTERS = {"sums": "*fp32", "stats": "*fp32", "counters": "*i32"}
-_QUICK = "exact_attention prompts 128 bf16", "exact_attention shared 128 bf16"
+_QUICK = "128 bf16", "128 bf16 sm90"
 
 
 def variants() -> list[Variant]:
@@ -272,6 +278,14 @@ def _kinds() -> Iterator[AttentionKind]:
         plain = not (kind.window or kind.softcap or kind.sinks)
         if kind.block_size != SEGMENT_KEYS // 4 and (plain or (kind.head_size == 128 and not kind.scales)):
             yield kind
+
+
+def _instructions(kind: AttentionKind, arch: int) -> dict[int, frozenset[str]]:
+    """Return what the tiles of decodes and of prompts are both made of, where they differ."""
+    config = exact_config(kind, False, arch)
+    if config == exact_config(kind, True, arch):
+        return {}
+    return {arch: frozenset(f"wgmma m64n{columns}k16" for columns in (config.tile, padded(kind.head_size)))}
 
 
 def _variants(operation: str, kind: AttentionKind, one_tile: bool, apart: bool) -> list[Variant]:
@@ -292,7 +306,9 @@ def _variants(operation: str, kind: AttentionKind, one_tile: bool, apart: bool) 
                 # What holds all segments' sums beside those of one may spill a few bytes, at the ends of segments.
                 no_spills=apart,
                 wgmma=variant.wgmma and kind.head_size <= 128,
-                quick=variant.name.removesuffix(" sm90") in _QUICK and 90 in variant.archs,
+                products=_instructions(kind, variant.archs[0]),
+                whole_rows=bool(_instructions(kind, variant.archs[0])),
+                quick=variant.name.removeprefix(f"{operation} ") in _QUICK and 90 in variant.archs,
             )
         )
     return launched

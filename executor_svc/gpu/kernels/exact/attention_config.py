@@ -36,6 +36,9 @@ def exact_config(kind: AttentionKind, one_tile: bool, arch: int) -> AttentionCon
         least = replace(least, tile=min(least.tile, 32), num_warps=2 * _WARP_GROUP, num_stages=2)
     elif kind.group > least.rows or (arch // 10 == 9 and not one_tile):
         return most
+    elif arch // 10 == 9:
+        # So that two programs have the shared memory of a multiprocessor.
+        least = replace(least, num_stages=2)
     if kind.group > least.rows:
         raise ValueError(f"q has {kind.group} query heads for each KV head, at most {least.rows} fit a tile")
     return least

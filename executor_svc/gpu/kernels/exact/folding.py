@@ -20,16 +20,9 @@ def base_of(greatest):
 
 
 @triton.jit
-def weigh_exactly(
-    rows, sums, k, more, v, tile, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr
-):  # fmt: skip
-    """Return sums with one more tile of keys and values.
-
-    Arguments as of `tile.weigh`, but the maxima in sums are exponents of 2: a tile without a visible key keeps them,
-    and shrinks by exactly 1.
-    """
-    q, positions, inner, outer, window, clear_from, clear_to, q_more = rows
-    acc, greatest, total = sums
+def scores_of(rows, k, more, tile, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Return the scores [ROWS, TILE] of a tile of keys, -inf where a row does not see one; arguments as of `tile.weigh`."""
+    q, positions, inner, _, window, clear_from, clear_to, q_more = rows
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if more is not None:
         scores = tl.dot(q_more, tl.trans(more.to(q.dtype)), scores, input_precision="ieee")
@@ -43,6 +36,16 @@ def weigh_exactly(
         elif HAS_WINDOW:
             visible &= keys[None, :] > positions[:, None] - window
         scores = tl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def weighed(q, outer, sums, scores, v):
+    """Return sums with one more tile of keys, which have these scores, and their values.
+
+    The maxima in sums are exponents of 2: a tile without a visible key keeps them, and shrinks by exactly 1.
+    """
+    acc, greatest, total = sums
     highest = tl.maximum(greatest, tl.max(scores, 1) * outer)
     base = base_of(highest)
     factors, less = tl.broadcast_to(outer[:, None], scores.shape), tl.broadcast_to(-base[:, None], scores.shape)

@@ -310,6 +310,14 @@ def _tiles_of(rows: str, weights: str) -> tuple[W8Tile, ...]:
     return product_tiles({"fp32": 4, "bf16": 2, "fp16": 2}.get(weights, 1), rows == "fp8e4nv")
 
 
+def _instructions(tile: W8Tile, rows: str) -> dict[int, frozenset[str]]:
+    """Return what a tile must be made of: the number of rows of x is N, and nothing else of it changes."""
+    if rows == "fp32":
+        return {}
+    narrow = rows == "fp8e4nv"
+    return {90: frozenset({f"wgmma m64n{tile.rows}k{32 if narrow else 16}"}), 80: frozenset({"mma m16n8k16"})}
+
+
 def _variant(
     tile: W8Tile,
     rows: str,
@@ -342,7 +350,9 @@ def _variant(
         num_stages=tile.num_stages,
         fp_fusion=False,
         archs=(90,) if "fp8e4nv" in (rows, weights) else ALL_ARCHS,
-        no_spills=True,
+        # Sums of a part beside those of all may spill a few bytes, where a part ends.
+        no_spills=kind is not Parts.ADDED,
         wgmma=rows != "fp32",
-        quick=(rows, weights, out, biased) == ("bf16", "bf16", "bf16", False) and kind is not Parts.APART,
+        products=_instructions(tile, rows),
+        quick=(rows, weights, out, biased) == ("bf16", "bf16", "bf16", False) and kind is Parts.ONE,
     )  # fmt: skip

@@ -232,7 +232,7 @@ def exact_attention(
     records = call.num_seqs * call.max_query_len * call.num_heads * segments
     if parts > 1:
         scratch.check(records * (call.head_size + 2), call.num_seqs * call.num_kv_heads)
-    sums, stats = scratch.floats, scratch.floats[min(records * call.head_size, len(scratch.floats)) :]
+    sums, stats = scratch.floats, scratch.floats[records * call.head_size if parts > 1 else 0 :]
     # A tile has tokens of one sequence only: each sequence may have one partial tile.
     num_tiles = call.num_seqs + (0 if one_tile else call.q.shape[0] // (config.rows // call.group))
     scale, softcap = call.factors()

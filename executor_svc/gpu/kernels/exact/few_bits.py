@@ -8,13 +8,17 @@ same bits. Products of codes, scaled group by group, are not for this: they are 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import torch
 from torch import Tensor
 
 from executor_svc.gpu.kernels.exact.tiles import EXPERT_ROWS, REFERENCE_ROWS, num_parts
 from executor_svc.gpu.kernels.experts.blocks import RowBlocks
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
-from executor_svc.gpu.kernels.few_bits.linear import FewBitsTile, check_arguments, launch
+from executor_svc.gpu.kernels.few_bits.linear import COMMON, FewBitsTile, check_arguments, launch, variant_of
+from executor_svc.gpu.kernels.variant import Variant
 
 _TILES = tuple(
     FewBitsTile(rows=rows, num_warps=4, num_stages=3, programs_per_sm=0) for rows in (16, REFERENCE_ROWS, 128)
@@ -68,3 +72,19 @@ def exact_few_bits_of_experts(x: Tensor, weight: FewBitsWeight, bias: Tensor, ou
     if len(x):
         tile = next(tile for tile in _TILES if tile.rows == EXPERT_ROWS)
         launch(x, weight, bias, out, None, tile, 1, blocks)
+
+
+def variants() -> list[Variant]:
+    """Return common formats with every tile, whole and in parts."""
+    found = []
+    for kind, tile, partial in product(COMMON, _TILES, (False, True)):
+        variant = variant_of(kind, tile, "bf16", "fp32" if partial else "bf16", partial=partial)
+        found.append(
+            replace(
+                variant,
+                name=f"exact {variant.name}",
+                products={90: frozenset({f"wgmma m64n{tile.rows}k16"}), 80: frozenset({"mma m16n8k16"})},
+                quick=False,
+            )
+        )
+    return [replace(found[2], quick=True), *found[:2], *found[3:]]

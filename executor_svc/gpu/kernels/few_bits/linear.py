@@ -267,7 +267,7 @@ def check_arguments(
 
 
 _COLUMNS = 4096
-_COMMON = (
+COMMON = (
     QuantFormat("Q4_K", 4, 32, super_group=256, offsets="minimum"),
     QuantFormat("Q6_K", 6, 16, zero=32, super_group=256),
     QuantFormat("Q4_0", 4, 32, zero=8),
@@ -276,6 +276,7 @@ _COMMON = (
     QuantFormat("fp8", 8, 128, values="e4m3", scale="float32"),
     QuantFormat("w8a8", 8, _COLUMNS, zero=128, scale="bfloat16"),
 )
+"""Formats that models have most."""
 _RARE = (
     QuantFormat("Q4_1", 4, 32, offsets="minimum"),
     QuantFormat("Q5_0", 5, 32, zero=16),
@@ -293,19 +294,19 @@ _RARE = (
 
 def variants() -> list[Variant]:
     """Return common formats with every tile, rare ones with the least and the largest."""
-    found = [_variant(kind, tile, "bf16", "bf16") for kind in _COMMON for tile in _tiles(kind)]
-    found += [_variant(kind, tile, "bf16", "bf16") for kind in _RARE for tile in (_tiles(kind)[0], _tiles(kind)[-1])]
-    for kind in _COMMON:
-        found.append(_variant(kind, _tiles(kind)[0], "bf16", "fp32", partial=True))
-        found.append(_variant(kind, _tiles(kind)[0], "fp16", "fp16"))
+    found = [variant_of(kind, tile, "bf16", "bf16") for kind in COMMON for tile in _tiles(kind)]
+    found += [variant_of(kind, tile, "bf16", "bf16") for kind in _RARE for tile in (_tiles(kind)[0], _tiles(kind)[-1])]
+    for kind in COMMON:
+        found.append(variant_of(kind, _tiles(kind)[0], "bf16", "fp32", partial=True))
+        found.append(variant_of(kind, _tiles(kind)[0], "fp16", "fp16"))
     # To logits; and with halves of 32 columns.
-    found += [_variant(_COMMON[1], tile, "bf16", "fp32") for tile in _tiles(_COMMON[1])]
-    found += [_variant(kind, _TILES[0], "bf16", "bf16", columns=576) for kind in _COMMON[2:4]]
-    of_experts = [(kind, TILE_ROWS) for kind in (_COMMON[0], _RARE[6])]
-    of_experts += [(kind, (TILE_ROWS[0], TILE_ROWS[-1])) for kind in _COMMON[1:]]
+    found += [variant_of(COMMON[1], tile, "bf16", "fp32") for tile in _tiles(COMMON[1])]
+    found += [variant_of(kind, _TILES[0], "bf16", "bf16", columns=576) for kind in COMMON[2:4]]
+    of_experts = [(kind, TILE_ROWS) for kind in (COMMON[0], _RARE[6])]
+    of_experts += [(kind, (TILE_ROWS[0], TILE_ROWS[-1])) for kind in COMMON[1:]]
     for kind, counts in of_experts:
         tiles = [tile_of_experts(rows, kind) for rows in counts]
-        found += [_variant(kind, tile, "bf16", "bf16", experts=True) for tile in tiles]
+        found += [variant_of(kind, tile, "bf16", "bf16", experts=True) for tile in tiles]
     return found
 
 
@@ -313,7 +314,7 @@ def _tiles(kind: QuantFormat) -> list[FewBitsTile]:
     return list(dict.fromkeys(tile_of(rows, kind) for rows in TILE_ROWS))
 
 
-def _variant(
+def variant_of(
     kind: QuantFormat,
     tile: FewBitsTile,
     rows: str,
@@ -323,6 +324,7 @@ def _variant(
     columns: int = _COLUMNS,
     experts: bool = False,
 ) -> Variant:
+    """Return the product of a format by a tile, rows and results of these types; partial: of a part of the columns."""
     layout = FewBitsLayout(kind, columns)
     planes, known = plane_arguments(layout)
     constants = _constants(layout, tile, rows == "bf16", partial=partial) | known

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.interface import NumericsError
-from executor_svc.gpu.exact.linear import ExactLinear, ExactTiles, FewBitsTiles, multiply_widened, rows_at_once
+from executor_svc.gpu.exact.linear import ExactLinear, ExactTiles, FewBitsTiles, multiply_widened
 from executor_svc.gpu.kernels.exact.few_bits import exact_few_bits
 from executor_svc.gpu.kernels.exact.tiles import REFERENCE_ROWS, product_tiles
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
@@ -106,14 +106,15 @@ class ExactProducts:
             return lambda x, out: exact_few_bits(x, weight, bias, out, memory, tile)
 
         def widened_by(tile: W8Tile) -> Multiply:
-            return lambda x, out: multiply_widened(x, weight, bias, out, memory, tile, rows_at_once(weight))
+            return lambda x, out: multiply_widened(x, weight, bias, out, memory, tile)
 
         bits = _reference_bits(shape.name, x, weight.rows, by(reference))
         tiles.used = tuple(tile for tile in tiles.possible if _agrees(bits, x, tile.rows, by(tile)))
         if len(x) <= tiles.used[-1].rows:
             return
         widened, size = ExactTiles(product_tiles(2)), weight.rows
-        found = [tile for tile in widened.possible if torch.equal(_product(x, size, widened_by(tile)), bits)]
+        large = [tile for tile in widened.possible if tile.rows >= REFERENCE_ROWS]
+        found = [tile for tile in large if torch.equal(_product(x, size, widened_by(tile)), bits)]
         if found:
             widened.used, tiles.widened = tuple(found), widened
 

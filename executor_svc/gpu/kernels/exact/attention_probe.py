@@ -11,8 +11,9 @@ from executor_svc.device.interface import NumericsError
 from executor_svc.device.kernels import AttentionShape
 from executor_svc.device.latent import padded_latent
 from executor_svc.gpu.kernels.attention.call import AttentionCall
+from executor_svc.gpu.kernels.attention.config import AttentionKind, heads_of_block
 from executor_svc.gpu.kernels.exact.attention import exact_attention, new_scratch
-from executor_svc.gpu.kernels.exact.attention_config import SEGMENT_KEYS
+from executor_svc.gpu.kernels.exact.attention_config import SEGMENT_KEYS, exact_config
 
 _LENGTH = 2 * SEGMENT_KEYS + 45
 """Tokens of a sequence: two whole segments, and one that ends within a tile."""
@@ -110,11 +111,24 @@ class ExactAttention:
     def may_be_wide(self, shape: AttentionShape) -> bool:
         """Return whether prompts have wide tiles, which is found out once for a shape; never under the interpreter.
 
-        Raises NumericsError if this GPU does not keep a row's bits.
+        Raises NumericsError if this GPU does not keep a row's bits, or if the heads of a KV head do not fit a tile.
         """
+        self._check(shape)
         if self._where.device.type != "cuda":
             return False
         key = replace(shape, scale=1.0), self.dtypes
         if key not in self._found:
             self._found[key] = AttentionProbe(shape, *self.dtypes, self._where).run()
         return self._found[key]
+
+    def _check(self, shape: AttentionShape) -> None:
+        dtype, kv_dtype = self.dtypes
+        latent = shape.latent is not None
+        group = heads_of_block(shape.num_heads, dtype) if latent else shape.group
+        columns = shape.latent or shape.padded_head_size
+        kind = AttentionKind(columns, dtype, kv_dtype, _BLOCK, group, more=16 if latent else 0)
+        for one_tile in (True, False):
+            try:
+                exact_config(kind, one_tile, self._where.arch)
+            except ValueError as error:
+                raise NumericsError(f"--numerics exact is not possible for this model: {error}; use fast") from error

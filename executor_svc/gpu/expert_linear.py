@@ -98,7 +98,9 @@ class FewBitsExperts:
         if all(part.order is None for part in parts):
             return cls(weight, added, exact)
         in_order = torch.arange(weight.columns, device=added.device)
-        return cls(weight, added, exact, torch.stack([in_order if part.order is None else part.order for part in parts]))
+        return cls(
+            weight, added, exact, torch.stack([in_order if part.order is None else part.order for part in parts])
+        )
 
     @property
     def rows(self) -> int:

@@ -81,7 +81,7 @@ class PackedRows:
 
 
 class GpuStoredLinear:
-    """x @ weight.T + bias; parts in few bits stay so, others are multiplied by cuBLAS, or in exact mode by our kernel."""
+    """x @ weight.T + bias; parts in few bits stay so, others are multiplied by cuBLAS, in exact mode by our kernel."""
 
     def __init__(
         self,

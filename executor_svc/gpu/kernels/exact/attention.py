@@ -1,8 +1,8 @@
 """Paged attention whose rows have the same bits in any batch, chunk and block: of `--numerics exact`.
 
-The keys of a sequence are in segments that begin at multiples of SEGMENT_KEYS, whatever its length. A row has a maximum,
-a sum of weights and weighted values of each of its segments, from nothing, and these are folded one after the other.
-One program does so for the rows of a prompt. Where decodes are few, segments are shared by programs, which leave
+The keys of a sequence are in segments that begin at multiples of SEGMENT_KEYS, whatever its length. A row has a
+maximum, a sum of weights and weighted values of each of its segments, from nothing, and these are folded one after the
+other. One program does so for the rows of a prompt. Where decodes are few, segments are shared by programs, which leave
 records, and the last of them folds these, in the same order by the same operations (`folding`).
 
 All batches have tiles of as many keys, multiplied by the same instructions (`attention_config`): decodes and drafts are
@@ -49,8 +49,20 @@ _L2_BYTES = 24 << 20
 
 @triton.jit(
     do_not_specialize=[
-        "table_stride", "num_seqs", "num_tiles", "num_kv_heads", "block_rows", "value_rows", "heads_at_once", "group",
-        "block_size", "block_bits", "parts", "segments", "max_tokens", "window",
+        "table_stride",
+        "num_seqs",
+        "num_tiles",
+        "num_kv_heads",
+        "block_rows",
+        "value_rows",
+        "heads_at_once",
+        "group",
+        "block_size",
+        "block_bits",
+        "parts",
+        "segments",
+        "max_tokens",
+        "window",
     ],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale", "sinks"],
 )
@@ -172,9 +184,7 @@ def exact_attention_kernel(
             )  # fmt: skip
     else:
         run = folded(run, (acc, greatest, total))
-        result = finished(
-            run, sinks, rows, head, kv_head, group, softcap, v_scale, HAS_SINKS, HAS_SOFTCAP, HAS_SCALES
-        )
+        result = finished(run, sinks, rows, head, kv_head, group, softcap, v_scale, HAS_SINKS, HAS_SOFTCAP, HAS_SCALES)
         stride = num_kv_heads * group * HEAD_SIZE
         out_places = query_places(out, rows, token, head, first_token, stride, group, HEAD_SIZE, PADDED)
         tl.store(out_places, result.to(out.dtype.element_ty), mask=there)

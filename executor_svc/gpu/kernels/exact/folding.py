@@ -21,7 +21,7 @@ def base_of(greatest):
 
 @triton.jit
 def scores_of(rows, k, more, tile, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Return the scores [ROWS, TILE] of a tile of keys, -inf where a row does not see one; arguments as of `tile.weigh`."""
+    """Return the scores [ROWS, TILE] of a tile of keys, -inf where a row does not see one; as of `tile.weigh`."""
     q, positions, inner, _, window, clear_from, clear_to, q_more = rows
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if more is not None:
@@ -126,9 +126,7 @@ def write_folded(
         for first in range(0, count, CHUNK):
             some = first + index
             at = (some * records)[None, :] + rows[:, None]
-            numbers, maxima, totals = _records_of(
-                values, stats, at, there, (some < count)[None, :], HEAD_SIZE, PADDED
-            )
+            numbers, maxima, totals = _records_of(values, stats, at, there, (some < count)[None, :], HEAD_SIZE, PADDED)
             for nth in tl.static_range(CHUNK):
                 which = index[None, :, None]
                 # -inf must not be multiplied by 0.

@@ -29,7 +29,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "windows and caps": ("gemma2", {"num_hidden_layers": 2, "head_dim": 64}, {}),
     "sinks and experts": ("gpt_oss", {"num_hidden_layers": 2, "head_dim": 64}, {}),
     "latents": ("deepseek_v3", {"num_hidden_layers": 2}, {}),
-    "delta rule": ("qwen3_5_delta", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}, {}),
+    "delta rule": (
+        "qwen3_5_delta",
+        {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+        {},
+    ),
     "mamba": ("granite_h", {}, {}),
     "convolutions": ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, {}),
     "a cache in fp8": (*LLAMA, {"kv_cache_dtype": "fp8"}),

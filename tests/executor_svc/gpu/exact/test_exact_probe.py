@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def rows_of(linear: ExactLinear) -> list[int]:
 
 
 @pytest.fixture
-def multiplies(monkeypatch: pytest.MonkeyPatch, ordered_products: None) -> Iterator[dict[str, Any]]:
+def multiplies(monkeypatch: pytest.MonkeyPatch, ordered_products: None) -> dict[str, Any]:
     """Products of the interpreter, with a flaw: a function of the product and of its second operand's columns."""
     flaw: dict[str, Any] = {"of": lambda product, columns: product}
     in_order = np.matmul
@@ -51,7 +50,7 @@ def multiplies(monkeypatch: pytest.MonkeyPatch, ordered_products: None) -> Itera
         return flaw["of"](found, b.shape[1])  # type: ignore[no-any-return]
 
     monkeypatch.setattr(np, "matmul", flawed)
-    yield flaw
+    return flaw
 
 
 def test_tiles_that_agree_are_used(device: torch.device, multiplies: dict[str, Any]) -> None:

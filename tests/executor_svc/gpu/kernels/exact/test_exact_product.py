@@ -144,7 +144,9 @@ def test_launches_differ_in_rows_alone(device: torch.device, monkeypatch: pytest
     for count in COUNTS:
         some.run(count)
     assert [each["PARTS"] for each in launched] == [2, 2, 2, 2, 1]
-    assert len({(*each.items(),) for each in ({**one, "rows": 0, "PARTS": 0, "out_stride": 0} for one in launched)}) == 1
+    assert (
+        len({(*each.items(),) for each in ({**one, "rows": 0, "PARTS": 0, "out_stride": 0} for one in launched)}) == 1
+    )
 
 
 def test_products_of_heads(device: torch.device, ordered_products: None) -> None:

@@ -99,7 +99,8 @@ class ExactProducts:
 
     def _probe_few_bits(self, shape: _Probed, weight: FewBitsWeight, tiles: FewBitsTiles, max_rows: int) -> None:
         memory, (reference,) = self._workspace.memory, tiles.used
-        x = _rows(weight.planes[0], weight.columns, shape.dtype, max_rows)
+        assert memory is not None, "linears in few bits have reserved it"
+        x = _rows(memory, weight.columns, shape.dtype, max_rows)
         bias = torch.zeros(weight.rows, dtype=torch.float32, device=x.device)
 
         def by(tile: FewBitsTile) -> Multiply:

@@ -116,10 +116,10 @@ class GpuKernels:
         num_tables: int = 1,
     ) -> GpuAttentionPlan:
         sizes = max_model_len, max_tokens, max_tokens if max_seqs is None else max_seqs
-        of_device = self._device, self._arch, self._num_sms, num_tables
-        if self.exact is not None:
-            return ExactAttentionPlan(self.exact.may_be_wide(shape), shape, *sizes, *of_device)
-        return GpuAttentionPlan(shape, *sizes, *of_device)
+        where = self._device, self._arch, self._num_sms
+        if self.exact is None:
+            return GpuAttentionPlan(shape, *sizes, *where, num_tables)
+        return ExactAttentionPlan(shape, *sizes, *where, num_tables, wide=self.exact.may_be_wide(shape))
 
     # ------------------------------------------------------------------ operations
 

@@ -309,7 +309,7 @@ def _variants(operation: str, kind: AttentionKind, one_tile: bool, apart: bool) 
         launched.append(
             replace(
                 variant,
-                constants=variant.constants | tiles,
+                constants={**variant.constants, **tiles},
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
                 fp_fusion=False,

@@ -16,7 +16,6 @@ class ExactAttentionPlan(GpuAttentionPlan):
 
     def __init__(
         self,
-        wide: bool,
         shape: AttentionShape,
         max_model_len: int,
         max_tokens: int,
@@ -25,6 +24,8 @@ class ExactAttentionPlan(GpuAttentionPlan):
         arch: int,
         num_sms: int,
         num_tables: int = 1,
+        *,
+        wide: bool,
     ) -> None:
         """wide: as of `exact_attention`; others as of `GpuAttentionPlan`."""
         self._wide = wide

@@ -270,7 +270,7 @@ def _own_constants(one_tile: bool, apart: bool) -> dict[str, Any]:
 
 
 _POINTERS = {"sums": "*fp32", "stats": "*fp32", "counters": "*i32"}
-_QUICK = "128 bf16", "128 bf16 sm90"
+_QUICK = "exact_attention prompts 128 bf16 sm90", "exact_attention shared 128 bf16 sm90"
 
 
 def variants() -> list[Variant]:
@@ -318,7 +318,7 @@ def _variants(operation: str, kind: AttentionKind, one_tile: bool, apart: bool) 
                 wgmma=variant.wgmma and kind.head_size <= 128,
                 products=_instructions(kind, variant.archs[0]),
                 whole_rows=bool(_instructions(kind, variant.archs[0])),
-                quick=variant.name.removeprefix(f"{operation} ") in _QUICK and 90 in variant.archs,
+                quick=variant.name in _QUICK,
             )
         )
     return launched

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from executor_svc.gpu.kernels.attention.config import AttentionConfig, AttentionKind, Phase, attention_config
 
@@ -16,6 +17,7 @@ _WIDEST = 128
 """Columns of values up to which a thread holds the sums of a segment and of all before it."""
 
 
+@lru_cache(maxsize=256)
 def exact_config(kind: AttentionKind, one_tile: bool, arch: int) -> AttentionConfig:
     """Return the tiles for a GPU of compute capability `arch`, such as 90; raises ValueError as `attention_config`.
 

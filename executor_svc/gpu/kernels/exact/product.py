@@ -354,5 +354,5 @@ def _variant(
         no_spills=kind is not Parts.ADDED,
         wgmma=rows != "fp32",
         products=_instructions(tile, rows),
-        quick=(rows, weights, out, biased) == ("bf16", "bf16", "bf16", False) and kind is Parts.ONE,
+        quick=(rows, weights, out, biased) == ("bf16", "bf16", "bf16", False) and kind is Parts.ONE and tile.rows == 64,
     )  # fmt: skip

@@ -47,6 +47,47 @@ _L2_BYTES = 24 << 20
 """Maximum bytes of keys and values that concurrent programs read: about half of the L2 of a data-center GPU."""
 
 
+@triton.jit
+def place_of_program(
+    query_start_loc, num_seqs, num_tiles, num_kv_heads, heads_at_once, parts, tile_tokens, ONE: tl.constexpr
+):  # fmt: skip
+    """Return this program's head, part, sequence, the sequence's first token of the batch and the tile's in it.
+
+    ONE: each sequence has one tile. Else neighbouring programs read the same keys; the largest work comes first.
+    """
+    program = tl.program_id(0)
+    part = 0
+    first = 0
+    if ONE:
+        head = program % num_kv_heads
+        part = program // num_kv_heads % parts
+        sequence = program // (num_kv_heads * parts)
+        start = tl.load(query_start_loc + sequence)
+    else:
+        rest = program % (num_tiles * heads_at_once)
+        head = program // (num_tiles * heads_at_once) * heads_at_once + rest % heads_at_once
+        tile = num_tiles - 1 - rest // heads_at_once
+        sequence = find_sequence(query_start_loc, tile, num_seqs, tile_tokens)
+        start = tl.load(query_start_loc + sequence)
+        first = (tile - start // tile_tokens - sequence) * tile_tokens
+    return head, part, sequence, start, first
+
+
+@triton.jit
+def segments_of_part(low, high, part, parts, TILE: tl.constexpr, SEGMENT: tl.constexpr):
+    """Return begin and end of a part's tiles, begin and end of its segments, and begin and number of all segments.
+
+    The keys low to high - 1 are in all segments: in one, if there are none. A part may have no segment.
+    """
+    begin, end = low // TILE, tl.cdiv(high, TILE)
+    first = begin * TILE // SEGMENT
+    count = tl.maximum(tl.cdiv(end * TILE, SEGMENT) - first, 1)
+    own, after = first + part * count // parts, first + (part + 1) * count // parts
+    begin = tl.maximum(begin, own * (SEGMENT // TILE))
+    end = tl.minimum(end, after * (SEGMENT // TILE))
+    return begin, end, own, after, first, count
+
+
 @triton.jit(
     do_not_specialize=[
         "table_stride",
@@ -80,22 +121,10 @@ def exact_attention_kernel(
     ONE: each sequence has one tile. Records are as of `split.split_kernel`.
     """
     tl.static_assert(SEGMENT % TILE == 0 and not COPIES)
-    program = tl.program_id(0)
     tile_tokens = ROWS // group
-    part = 0
-    first = 0
-    if ONE:
-        head = program % num_kv_heads
-        part = program // num_kv_heads % parts
-        sequence = program // (num_kv_heads * parts)
-        start = tl.load(query_start_loc + sequence)
-    else:
-        rest = program % (num_tiles * heads_at_once)
-        head = program // (num_tiles * heads_at_once) * heads_at_once + rest % heads_at_once
-        query_tile = num_tiles - 1 - rest // heads_at_once
-        sequence = find_sequence(query_start_loc, query_tile, num_seqs, tile_tokens)
-        start = tl.load(query_start_loc + sequence)
-        first = (query_tile - start // tile_tokens - sequence) * tile_tokens
+    head, part, sequence, start, first = place_of_program(
+        query_start_loc, num_seqs, num_tiles, num_kv_heads, heads_at_once, parts, tile_tokens, ONE
+    )
     num_tokens = tl.load(query_start_loc + sequence + 1) - start
     if first >= num_tokens:
         return
@@ -104,17 +133,9 @@ def exact_attention_kernel(
     position = length - num_tokens + first
     low = first_seen(position, window, HAS_WINDOW)
     high = tl.where(length > 0, position + count, 0)
-    begin, end = low // TILE, tl.cdiv(high, TILE)
-    segment = begin * TILE // SEGMENT
-    first_segment = segment
-    num_segments = tl.maximum(tl.cdiv(end * TILE, SEGMENT) - segment, 1)
-    if APART:
-        first_run, last_run = part * num_segments // parts, (part + 1) * num_segments // parts
-        if first_run == last_run:
-            return
-        segment = first_segment + first_run
-        begin = tl.maximum(begin, segment * (SEGMENT // TILE))
-        end = tl.minimum(end, (first_segment + last_run) * (SEGMENT // TILE))
+    begin, end, segment, after, first_segment, num_segments = segments_of_part(low, high, part, parts, TILE, SEGMENT)
+    if segment == after:
+        return
 
     rows = tl.arange(0, ROWS)
     token = rows // group
@@ -176,7 +197,7 @@ def exact_attention_kernel(
         tl.debug_barrier()
         if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(num_segments, parts) - 1:
             tl.store(counter, 0)
-            if begin == end:  # a sequence without keys has left no record
+            if high == 0:  # a sequence without keys has left no record
                 num_segments = 0
             write_folded(
                 values, weights, records, num_tokens * group, num_segments, out, v_scale, sinks, head, kv_head, start,
@@ -191,25 +212,26 @@ def exact_attention_kernel(
 
 
 def new_scratch(
-    num_heads: int, num_kv_heads: int, head_size: int, max_model_len: int, num_sms: int, device: torch.device
+    num_heads: int, num_kv_heads: int, head_size: int, segments: int, num_sms: int, device: torch.device
 ) -> SegmentScratch:
-    """Allocate records for the batches whose segments are shared, or for as many as _MOST_FLOATS allow."""
+    """Allocate records of so many segments for batches that share them, or for as many as _MOST_FLOATS allow."""
     seqs = max(1, num_sms // num_kv_heads)
-    size = seqs * num_heads * num_segments(max_model_len) * (head_size + 2)
+    size = seqs * num_heads * segments * (head_size + 2)
     return SegmentScratch(
         torch.empty(min(size, _MOST_FLOATS), dtype=torch.float32, device=device),
         torch.zeros(max(num_sms, num_kv_heads), dtype=torch.int32, device=device),
     )
 
 
-def num_segments(length: int) -> int:
-    """Return the segments of a sequence of so many tokens."""
-    return -(-length // SEGMENT_KEYS)
+def most_segments(max_seq_len: int, max_query_len: int = 1, span: int = 0) -> int:
+    """Return the most segments that the tokens of a sequence see, with a window or chunks of this span, or without."""
+    whole = -(-max_seq_len // SEGMENT_KEYS)
+    return min(whole, (span + max_query_len) // SEGMENT_KEYS + 2) if span else whole
 
 
 def shared_parts(call: AttentionCall, scratch: SegmentScratch, num_sms: int) -> int:
     """Return the programs that share the segments of a sequence's KV head; 1: they are not shared. Changes no bit."""
-    heads, segments = call.num_seqs * call.num_kv_heads, num_segments(call.max_seq_len)
+    heads, segments = call.num_seqs * call.num_kv_heads, _segments_of(call)
     parts = min(_PROGRAMS_PER_SM * num_sms // max(1, heads), segments)
     records = call.num_seqs * call.max_query_len * call.num_heads * segments
     fits = records * (call.head_size + 2) <= scratch.floats.numel() and heads <= scratch.counters.numel()
@@ -238,7 +260,7 @@ def exact_attention(
         one_tile = call.max_query_len <= exact_config(kind, True, arch).rows // call.group
     config = exact_config(kind, one_tile or not wide, arch)
     parts = (parts or shared_parts(call, scratch, num_sms)) if one_tile else 1
-    segments = num_segments(call.max_seq_len)
+    segments = _segments_of(call)
     records = call.num_seqs * call.max_query_len * call.num_heads * segments
     if parts > 1:
         scratch.check(records * (call.head_size + 2), call.num_seqs * call.num_kv_heads)
@@ -254,6 +276,10 @@ def exact_attention(
         **_own_constants(one_tile, parts > 1), **constants(kind, config), num_warps=config.num_warps,
         num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _segments_of(call: AttentionCall) -> int:
+    return most_segments(call.max_seq_len, call.max_query_len, call.span)
 
 
 def _heads_at_once(call: AttentionCall) -> int:

@@ -8,7 +8,7 @@ from executor_svc.device.kernels import AttentionShape
 from executor_svc.gpu.kernels.attention.call import AttentionCall
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.attention.segments import SegmentScratch
-from executor_svc.gpu.kernels.exact.attention import exact_attention, new_scratch
+from executor_svc.gpu.kernels.exact.attention import exact_attention, most_segments, new_scratch
 
 
 class ExactAttentionPlan(GpuAttentionPlan):
@@ -35,7 +35,8 @@ class ExactAttentionPlan(GpuAttentionPlan):
         shape, latent = self._shape, self._shape.latent
         columns = shape.padded_head_size if latent is None else latent
         heads = 1 if latent is not None else shape.num_kv_heads
-        return new_scratch(shape.num_heads, heads, columns, self._max_model_len, self._num_sms, device)
+        segments = most_segments(self._max_model_len, 1, shape.window or shape.chunk or 0)
+        return new_scratch(shape.num_heads, heads, columns, segments, self._num_sms, device)
 
     def _run(self, call: AttentionCall) -> None:
         exact_attention(call, self._arch, self._scratch, self._num_sms, self._wide)

@@ -12,7 +12,7 @@ from executor_svc.device.kernels import AttentionShape
 from executor_svc.device.latent import padded_latent
 from executor_svc.gpu.kernels.attention.call import AttentionCall
 from executor_svc.gpu.kernels.attention.config import AttentionKind, heads_of_block
-from executor_svc.gpu.kernels.exact.attention import exact_attention, new_scratch
+from executor_svc.gpu.kernels.exact.attention import exact_attention, most_segments, new_scratch
 from executor_svc.gpu.kernels.exact.attention_config import SEGMENT_KEYS, exact_config
 
 _LENGTH = 2 * SEGMENT_KEYS + 45
@@ -53,7 +53,7 @@ class AttentionProbe:
         self._table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32, device=device)[None]
         ones = torch.ones(heads, dtype=torch.float32, device=device)
         self._scales = ones if kv_dtype != dtype else None
-        self._scratch = new_scratch(shape.num_heads, heads, width, _LENGTH, where.num_sms, device)
+        self._scratch = new_scratch(shape.num_heads, heads, width, most_segments(_LENGTH), where.num_sms, device)
 
     def run(self) -> bool:
         """Return whether prompts may have wide tiles.

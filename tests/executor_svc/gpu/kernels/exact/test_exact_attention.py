@@ -18,7 +18,7 @@ from executor_svc.gpu.kernels.attention.call import AttentionCall
 from executor_svc.gpu.kernels.attention.config import HEAD_SIZES
 from executor_svc.gpu.kernels.attention.segments import SegmentScratch
 from executor_svc.gpu.kernels.attention.split import split_attention
-from executor_svc.gpu.kernels.exact.attention import exact_attention, num_segments
+from executor_svc.gpu.kernels.exact.attention import exact_attention, most_segments, variants
 from executor_svc.gpu.kernels.exact.attention_config import SEGMENT_KEYS
 from tests.executor_svc.gpu.kernels.attention.cases import ARCH, F8, Chunks, Sizes, check, make_call, make_latent_call
 from tests.executor_svc.paged import in_pages
@@ -29,7 +29,7 @@ SMS = 132
 
 def scratch_for(call: AttentionCall) -> SegmentScratch:
     """NaN wherever nothing was written."""
-    records = call.num_seqs * call.max_query_len * call.num_heads * num_segments(call.max_seq_len)
+    records = call.num_seqs * call.max_query_len * call.num_heads * most_segments(call.max_seq_len)
     floats = torch.full((records * (call.head_size + 2),), float("nan"), device=call.q.device)
     counters = torch.zeros(call.num_seqs * call.num_kv_heads, dtype=torch.int32, device=call.q.device)
     return SegmentScratch(floats, counters)
@@ -162,3 +162,26 @@ def test_fast_attention_depends_on_the_batch(device: torch.device, ordered_produ
     scratch = SegmentScratch.of(4, 1, 64, SMS, device)
     split_attention(alone, ARCH, scratch, SMS)
     assert not torch.equal(rows_of(alone, 0, 1), rows_of(whole, 0, length)[-1:])
+
+
+def test_windows_see_few_segments(device: torch.device, ordered_products: None) -> None:
+    """So that records of long sequences are few: as many as are written."""
+    length = 5 * SEGMENT_KEYS + 3
+    known = Sequences([length], Sizes(1, 2, window=SEGMENT_KEYS + 2), device)
+    whole, alone = known.batch([(0, 0, length)]), known.batch([(0, length - 2, 2)])
+    run(whole)
+    assert most_segments(length, 2, SEGMENT_KEYS + 2) == 3
+    run(alone, parts=3)
+    assert torch.equal(rows_of(alone, 0, 2), rows_of(whole, 0, length)[-2:])
+
+
+def test_prompts_and_decodes_must_have_the_same_instructions() -> None:
+    """The compiler's output is refused else, and where a row of a product is not in one warp."""
+    found: dict[str, set[frozenset[str]]] = {}
+    for each in variants():
+        kind = each.name.split(" ", 2)[2]
+        if 90 in each.archs and each.constants["HEAD_SIZE"] <= 128 and not each.constants["MORE"]:
+            found.setdefault(kind, set()).add(each.products.get(90, frozenset()))
+            assert each.whole_rows == (each.signature["q"] != "*fp32")
+    assert len(found) > 20
+    assert all(len(instructions) == 1 for instructions in found.values()), found

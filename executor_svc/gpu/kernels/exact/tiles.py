@@ -12,8 +12,8 @@ EXPERT_ROWS = REFERENCE_ROWS
 """Rows of the blocks of experts, whatever the number of tokens: one tile for all."""
 
 _TILE_FEATURES = 64
-_PROGRAMS = 128
-"""Wanted for few rows: about as many as multiprocessors."""
+_PROGRAMS = 96
+"""Wanted for few rows: most multiprocessors of a large GPU."""
 _MOST_PARTS = 8
 _LEAST_PART = 512
 _PART_STEP = 128

@@ -47,6 +47,13 @@ _L2_BYTES = 24 << 20
 """Maximum bytes of keys and values that concurrent programs read: about half of the L2 of a data-center GPU."""
 
 
+_COUNTS = (
+    "table_stride", "num_seqs", "num_tiles", "num_kv_heads", "block_rows", "value_rows", "heads_at_once", "group",
+    "block_size", "block_bits", "parts", "segments", "max_tokens", "window",
+)  # fmt: skip
+"""Arguments that batches change."""
+
+
 @triton.jit
 def place_of_program(
     query_start_loc, num_seqs, num_tiles, num_kv_heads, heads_at_once, parts, tile_tokens, ONE: tl.constexpr
@@ -74,6 +81,13 @@ def place_of_program(
 
 
 @triton.jit
+def keys_of_tile(length, num_tokens, first, count, window, HAS_WINDOW: tl.constexpr):
+    """Return the position of a tile's first token, and the keys low to high - 1 that its tokens see."""
+    position = length - num_tokens + first
+    return position, first_seen(position, window, HAS_WINDOW), tl.where(length > 0, position + count, 0)
+
+
+@triton.jit
 def segments_of_part(low, high, part, parts, TILE: tl.constexpr, SEGMENT: tl.constexpr):
     """Return begin and end of a part's tiles, begin and end of its segments, and begin and number of all segments.
 
@@ -88,23 +102,83 @@ def segments_of_part(low, high, part, parts, TILE: tl.constexpr, SEGMENT: tl.con
     return begin, end, own, after, first, count
 
 
+@triton.jit
+def queries_of_tile(
+    q, rows, token, there, head, first_token, q_stride, group, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr,
+    WIDTH: tl.constexpr, MORE: tl.constexpr, MORE_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Return a tile's queries [ROWS, PADDED], zeros where no row is there, and with MORE their further columns."""
+    places = query_places(q, rows, token, head, first_token, q_stride, group, WIDTH, PADDED)
+    query = tl.load(places, mask=rows_and_columns(there, HEAD_SIZE, PADDED), other=0.0)
+    more = query
+    if MORE > 0:
+        last = query_places(q + (WIDTH - MORE), rows, token, head, first_token, q_stride, group, WIDTH, MORE_PADDED)
+        more = tl.load(last, mask=rows_and_columns(there, MORE, MORE_PADDED), other=0.0)
+    return query, more
+
+
+@triton.jit
+def is_last(counter, count):
+    """Return whether this program is the last of `count` to get here, with what the others have written in sight."""
+    # Records of all threads are written before one thread counts, and read after.
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def attended(
+    known, pages, begin, end, low, high, segment, kept, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr,
+    WIDTH: tl.constexpr, MORE: tl.constexpr, MORE_PADDED: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, SEGMENT: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Return the folded segments of the key tiles begin to end - 1; APART: record each segment, from `segment` on.
+
+    known: rows as of `tile.weigh`; pages: cache, KV head, block table, rows between blocks and between keys and values,
+    and block size with its exponent, as of `keys.attend`; kept: as of `records.record`.
+    """
+    cache, kv_head, table, block_rows, value_rows, block_size, block_bits = pages
+    query, outer = known[0], known[3]
+    keys_at, value_offset = cache + kv_head * (block_size * WIDTH), value_rows * WIDTH
+    run = nothing_yet(query)
+    acc, greatest, total = nothing_yet(query)
+    # Loaded one tile ahead: loads of keys and values would otherwise wait for the ids.
+    ids = tl.load(table + (keys_to_read(begin, low, high, TILE) >> block_bits))
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        keys = keys_to_read(tile, low, high, TILE)
+        places = places_of(keys, ids, keys_at, block_rows, block_size, WIDTH, PADDED)
+        more_k = None
+        if MORE > 0:
+            last = places_of(keys, ids, keys_at + (WIDTH - MORE), block_rows, block_size, WIDTH, MORE_PADDED)
+            more_k = loaded(last, MORE, MORE_PADDED)
+        ids = tl.load(table + (keys_to_read(tile + 1, low, high, TILE) >> block_bits))
+        k = loaded(places, HEAD_SIZE, PADDED)
+        v = k
+        if MORE == 0:
+            v = loaded(places + value_offset, HEAD_SIZE, PADDED)
+        if (tile % (SEGMENT // TILE) == 0) & (tile > begin):
+            if APART:
+                record((acc, greatest, total), segment, kept, HEAD_SIZE, PADDED)
+                segment += 1
+            else:
+                run = folded(run, (acc, greatest, total))
+            # What was before then shrinks to 0. The next product reads this, so that the branch stays here, before it,
+            # where the sums are complete: at the end of the loop Triton lets a branch read unfinished ones.
+            greatest = tl.full([query.shape[0]], float("-inf"), tl.float32)
+        scores = scores_of(known, k, more_k, tile, TILE, HAS_WINDOW, HAS_SOFTCAP)
+        acc, greatest, total = weighed(query, outer, (acc, greatest, total), scores, v)
+    if APART:
+        if begin < end:
+            record((acc, greatest, total), segment, kept, HEAD_SIZE, PADDED)
+    else:
+        run = folded(run, (acc, greatest, total))
+    return run
+
+
 @triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "num_seqs",
-        "num_tiles",
-        "num_kv_heads",
-        "block_rows",
-        "value_rows",
-        "heads_at_once",
-        "group",
-        "block_size",
-        "block_bits",
-        "parts",
-        "segments",
-        "max_tokens",
-        "window",
-    ],
+    do_not_specialize=[*_COUNTS],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale", "sinks"],
 )
 def exact_attention_kernel(
@@ -128,11 +202,8 @@ def exact_attention_kernel(
     num_tokens = tl.load(query_start_loc + sequence + 1) - start
     if first >= num_tokens:
         return
-    length = tl.load(seq_lens + sequence)
     count = tl.minimum(num_tokens - first, tile_tokens)
-    position = length - num_tokens + first
-    low = first_seen(position, window, HAS_WINDOW)
-    high = tl.where(length > 0, position + count, 0)
+    position, low, high = keys_of_tile(tl.load(seq_lens + sequence), num_tokens, first, count, window, HAS_WINDOW)
     begin, end, segment, after, first_segment, num_segments = segments_of_part(low, high, part, parts, TILE, SEGMENT)
     if segment == after:
         return
@@ -140,73 +211,34 @@ def exact_attention_kernel(
     rows = tl.arange(0, ROWS)
     token = rows // group
     # Rows after the last head of the last token are padding.
-    there = rows_and_columns(token < count, HEAD_SIZE, PADDED)
-    first_token = start + first
-    q_places = query_places(q, rows, token, head, first_token, q_stride, group, WIDTH, PADDED)
-    query = tl.load(q_places, mask=there, other=0.0)
-    more, kv_head = query, head
-    if MORE > 0:
-        last = query_places(q + (WIDTH - MORE), rows, token, head, first_token, q_stride, group, WIDTH, MORE_PADDED)
-        more = tl.load(last, mask=rows_and_columns(token < count, MORE, MORE_PADDED), other=0.0)
-        kv_head = 0  # all heads have the same keys
+    there, first_token = rows_and_columns(token < count, HEAD_SIZE, PADDED), start + first
+    query, more = queries_of_tile(
+        q, rows, token, token < count, head, first_token, q_stride, group, HEAD_SIZE, PADDED, WIDTH, MORE, MORE_PADDED
+    )
+    kv_head = 0 if MORE > 0 else head  # all heads have the same latents
     query, more, inner, outer = as_multiplied(
         query, more, kv_head, k_scale, scale, softcap, MORE, HAS_SOFTCAP, HAS_SCALES
     )
     clear_from = tl.cdiv(first_seen(position + count - 1, window, HAS_WINDOW), TILE)
     known = (query, position + token, inner, outer, window, clear_from, (position + 1) // TILE, more)
-    records = max_tokens * group
-    first_record = (sequence * num_kv_heads + head).to(tl.int64) * (segments * records)
-    values, weights = sums + first_record * HEAD_SIZE, stats + first_record * 2
-    kept = values, weights, records, there, token < count
-
+    record_at = (sequence * num_kv_heads + head).to(tl.int64) * (segments * max_tokens * group)
+    kept = sums + record_at * HEAD_SIZE, stats + record_at * 2, max_tokens * group, there, token < count
     table = block_tables + sequence.to(tl.int64) * table_stride
-    keys_at, value_offset = cache + kv_head * (block_size * WIDTH), value_rows * WIDTH
-    run = nothing_yet(query)
-    acc, greatest, total = nothing_yet(query)
-    # Loaded one tile ahead: loads of keys and values would otherwise wait for the ids.
-    ids = tl.load(table + (keys_to_read(begin, low, high, TILE) >> block_bits))
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        keys = keys_to_read(tile, low, high, TILE)
-        places = places_of(keys, ids, keys_at, block_rows, block_size, WIDTH, PADDED)
-        more_k = None
-        if MORE > 0:
-            more_places = places_of(keys, ids, keys_at + (WIDTH - MORE), block_rows, block_size, WIDTH, MORE_PADDED)
-            more_k = loaded(more_places, MORE, MORE_PADDED)
-        ids = tl.load(table + (keys_to_read(tile + 1, low, high, TILE) >> block_bits))
-        k = loaded(places, HEAD_SIZE, PADDED)
-        v = k
-        if MORE == 0:
-            v = loaded(places + value_offset, HEAD_SIZE, PADDED)
-        if (tile % (SEGMENT // TILE) == 0) & (tile > begin):
-            if APART:
-                record((acc, greatest, total), segment - first_segment, kept, HEAD_SIZE, PADDED)
-                segment += 1
-            else:
-                run = folded(run, (acc, greatest, total))
-            # What was before then shrinks to 0. The next product reads this, so that the branch stays here, before it,
-            # where the sums are complete: at the end of the loop Triton lets a branch read unfinished ones.
-            greatest = tl.full([ROWS], float("-inf"), tl.float32)
-        scores = scores_of(known, k, more_k, tile, TILE, HAS_WINDOW, HAS_SOFTCAP)
-        acc, greatest, total = weighed(query, outer, (acc, greatest, total), scores, v)
-
+    pages = cache, kv_head, table, block_rows, value_rows, block_size, block_bits
+    run = attended(
+        known, pages, begin, end, low, high, segment - first_segment, kept, HEAD_SIZE, PADDED, WIDTH, MORE, MORE_PADDED,
+        TILE, HAS_WINDOW, HAS_SOFTCAP, STAGES, SEGMENT, APART,
+    )  # fmt: skip
+    of_head = sinks, head, kv_head, group, softcap, v_scale
+    stride = num_kv_heads * group * HEAD_SIZE
     if APART:
-        if begin < end:
-            record((acc, greatest, total), segment - first_segment, kept, HEAD_SIZE, PADDED)
-        counter = counters + sequence * num_kv_heads + head
-        # Records of all threads are written before one thread counts, and read after.
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(num_segments, parts) - 1:
-            tl.store(counter, 0)
-            if high == 0:  # a sequence without keys has left no record
-                num_segments = 0
+        if is_last(counters + sequence * num_kv_heads + head, tl.minimum(num_segments, parts)):
             write_folded(
-                values, weights, records, num_tokens * group, num_segments, out, v_scale, sinks, head, kv_head, start,
-                num_kv_heads, group, softcap, HEAD_SIZE, PADDED, HAS_SCALES, HAS_SINKS, HAS_SOFTCAP, CHUNK,
+                kept, num_tokens * group, tl.where(high > 0, num_segments, 0), out, start, stride, of_head, HEAD_SIZE,
+                PADDED, HAS_SCALES, HAS_SINKS, HAS_SOFTCAP, CHUNK,
             )  # fmt: skip
     else:
-        run = folded(run, (acc, greatest, total))
-        result = finished(run, sinks, rows, head, kv_head, group, softcap, v_scale, HAS_SINKS, HAS_SOFTCAP, HAS_SCALES)
-        stride = num_kv_heads * group * HEAD_SIZE
+        result = finished(run, rows, of_head, HAS_SINKS, HAS_SOFTCAP, HAS_SCALES)
         out_places = query_places(out, rows, token, head, first_token, stride, group, HEAD_SIZE, PADDED)
         tl.store(out_places, result.to(out.dtype.element_ty), mask=there)
 
@@ -340,7 +372,7 @@ def _variants(operation: str, kind: AttentionKind, one_tile: bool, apart: bool) 
                 num_stages=config.num_stages,
                 fp_fusion=False,
                 # What holds all segments' sums beside those of one may spill a few bytes, at the ends of segments.
-                no_spills=apart,
+                no_spills=apart and kind.head_size <= 256 and not kind.more,
                 wgmma=variant.wgmma and kind.head_size <= 128,
                 products=_instructions(kind, variant.archs[0]),
                 whole_rows=bool(_instructions(kind, variant.archs[0])),

@@ -27,11 +27,7 @@ def exact_config(kind: AttentionKind, one_tile: bool, arch: int) -> AttentionCon
     another way, they do not differ.
     """
     most = attention_config(replace(kind, block_size=_ANY_BLOCK), Phase.PREFILL, arch)
-    if kind.dtype.itemsize != 2:
-        return most
-    if kind.more or kind.head_size > 2 * _WIDEST:
-        return replace(most, num_warps=2 * most.num_warps)
-    if most.rows < _WARP_GROUP_ROWS or arch >= 100:
+    if kind.dtype.itemsize != 2 or kind.more or most.rows < _WARP_GROUP_ROWS or arch >= 100:
         return most
     least = replace(most, rows=_WARP_GROUP_ROWS, num_warps=_WARP_GROUP)
     if kind.head_size > _WIDEST:

@@ -70,11 +70,14 @@ def folded(run, segment):
 
 @triton.jit
 def finished(
-    run, sinks, rows, head, kv_head, group, softcap, v_scale,
-    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
+    run, rows, of_head, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr
 ):  # fmt: skip
-    """Return the result [ROWS, PADDED] of rows whose segments are all folded; 0 for a row without keys."""
+    """Return the result [ROWS, PADDED] of rows whose segments are all folded; 0 for a row without keys.
+
+    of_head: the sinks, the head, its KV head, its group, the factor of capped scores, and scales of values.
+    """
     acc, greatest, total = run
+    sinks, head, kv_head, group, softcap, v_scale = of_head
     if HAS_SINKS:
         exponents = sink_exponents(sinks, rows, head, group, softcap, HAS_SOFTCAP)
         acc, total = with_sink(acc, greatest, total, exponents)
@@ -107,14 +110,16 @@ def _records_of(values, stats, at, rows_there, some, HEAD_SIZE: tl.constexpr, PA
 
 @triton.jit
 def write_folded(
-    values, stats, records, num_rows, count, out, v_scale, sinks, head, kv_head, start, num_kv_heads, group, softcap,
-    HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, CHUNK: tl.constexpr,
+    kept, num_rows, count, out, start, stride, of_head, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Fold the records of `count` segments of a KV head's rows, one after the other, and write the results.
 
-    values, stats, records: as `records.record` writes them; CHUNK: segments that are loaded at once.
+    kept: as of `records.record`; start, stride: the sequence's first token in out, and numbers of one; of_head: as of
+    `finished`; CHUNK: segments that are loaded at once.
     """
+    values, stats, records, _, _ = kept
+    head, group = of_head[1], of_head[3]
     at_once: tl.constexpr = 512 // PADDED
     index = tl.arange(0, CHUNK)
     for first_row in range(0, num_rows, at_once):
@@ -137,10 +142,6 @@ def write_folded(
                     tl.reshape(_nth(totals, which, nth), [at_once]),
                 )
                 acc, greatest, total = folded((acc, greatest, total), segment)
-        result = finished(
-            (acc, greatest, total), sinks, rows, head, kv_head, group, softcap, v_scale,
-            HAS_SINKS, HAS_SOFTCAP, HAS_SCALES,
-        )  # fmt: skip
-        stride = num_kv_heads * group * HEAD_SIZE
+        result = finished((acc, greatest, total), rows, of_head, HAS_SINKS, HAS_SOFTCAP, HAS_SCALES)
         places = query_places(out, rows, rows // group, head, start, stride, group, HEAD_SIZE, PADDED)
         tl.store(places, result.to(out.dtype.element_ty), mask=rows_and_columns(there, HEAD_SIZE, PADDED))

@@ -101,10 +101,8 @@ def exact_product_kernel(
             x += beside * x_batch
             out += beside * out_batch
             known += beside * out_features
-    inner = tl.arange(0, INNER)
-    x_at = x + row[:, None] * x_stride + inner[None, :]
-    weight_at = weight + known[:, None] * columns + inner[None, :]
-
+    x_at = x + row[:, None] * x_stride + tl.arange(0, INNER)[None, :]
+    weight_at = weight + known[:, None] * columns + tl.arange(0, INNER)[None, :]
     total = tl.zeros((FEATURES, ROWS), tl.float32)
     if PARTS == 2:
         begin = tl.program_id(1) * part

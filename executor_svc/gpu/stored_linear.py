@@ -14,12 +14,12 @@ from torch import Tensor
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.kernels import WeightRows
 from executor_svc.device.stored_linear import FewBits, QuantFormat, QuantRows, StoredLinear
-from executor_svc.gpu.exact.linear import ExactLinear, FewBitsTiles, multiply_few_bits, rows_at_once
+from executor_svc.gpu.exact.linear import ExactLinear, FewBitsTiles, multiply_few_bits
 from executor_svc.gpu.exact.products import ExactProducts
 from executor_svc.gpu.kernels.exact.few_bits import few_bits_sums_size
 from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsWeight, is_supported
 from executor_svc.gpu.kernels.few_bits.linear import MOST_ROWS, linear_few_bits, workspace_size
-from executor_svc.gpu.kernels.few_bits.widening import widen
+from executor_svc.gpu.kernels.few_bits.widening import rows_at_once, widen
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.linear import PlainLinear, SumsWorkspace, multiprocessors, new_out, result_dtype
 

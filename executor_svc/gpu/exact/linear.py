@@ -12,9 +12,9 @@ from torch.nn import functional
 from executor_svc.gpu.kernels.exact.few_bits import exact_few_bits, few_bits_parts, few_bits_tiles
 from executor_svc.gpu.kernels.exact.product import exact_product
 from executor_svc.gpu.kernels.exact.tiles import REFERENCE_ROWS, product_tiles, sums_size
-from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsWeight
+from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
 from executor_svc.gpu.kernels.few_bits.linear import FewBitsTile
-from executor_svc.gpu.kernels.few_bits.widening import widen
+from executor_svc.gpu.kernels.few_bits.widening import rows_at_once, widen
 from executor_svc.gpu.kernels.linear_w8 import W8Tile
 from executor_svc.gpu.kernels.quantize import quantize_fp8, quantize_int8, quantize_rows
 from executor_svc.gpu.linear import (
@@ -110,16 +110,6 @@ class ExactLinear:
             quantize_rows(x.contiguous(), narrow, scales)
             x = narrow
         exact_product(x, self.weight, self.bias, out, self._workspace.memory, self.scale, scales, tile)
-
-
-_WIDE_BYTES = 1 << 27
-"""Of a weight in 16 bits that many rows are multiplied with at a time."""
-
-
-def rows_at_once(weight: FewBitsWeight) -> int:
-    """Return how many rows of a weight are widened at a time: a multiple of tiles, or all."""
-    rows = max(TILE, _WIDE_BYTES // (2 * weight.columns) // TILE * TILE)
-    return min(rows, weight.rows)
 
 
 def multiply_few_bits(

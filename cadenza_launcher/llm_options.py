@@ -143,7 +143,7 @@ class LLMOptions(TypedDict, total=False):
 
     numerics: Literal["auto", "exact", "fast"] | None
     """exact: results of a request do not depend on the other requests of its batch, bit by bit; fast: no such
-    guarantee; auto: exact where the device and the model support it (docs/exactness.md). [default: auto]"""
+    guarantee; auto: exact on the CPU where the model supports it, fast on a GPU (docs/exactness.md). [default: auto]"""
 
     quantization: Literal["none", "int8", "int4", "fp8", "fp8_w8a8"] | None
     """Quantizes the weights of a dense checkpoint while it is loaded: int8 and int4 on the CPU, int8 and fp8 on a GPU;

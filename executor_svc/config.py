@@ -66,7 +66,7 @@ class ExecutorConfig(SimulationOptions):
     numerics: Literal["auto", "exact", "fast"] = Field(
         "auto",
         description="exact: results of a request do not depend on the other requests of its batch, bit by bit; fast: "
-        "no such guarantee; auto: exact where the device and the model support it (docs/exactness.md).",
+        "no such guarantee; auto: exact on the CPU where the model supports it, fast on a GPU (docs/exactness.md).",
         json_schema_extra=about("Model"),
     )
     quantization: Literal["none", "int8", "int4", "fp8", "fp8_w8a8"] = Field(

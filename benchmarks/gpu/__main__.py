@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.shapes = [TINY]
         options.requests, options.peer_requests = _NUM_TRIAL_REQUESTS, _NUM_TRIAL_PEER_REQUESTS
     options.features = _chosen(parser, "--features", options.features, {each: each for each in FEATURES})
-    options.no_peer |= options.fp8 or bool(options.features)
+    options.no_peer |= options.fp8 or options.exact or bool(options.features)
     return options
 
 
@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--peer-requests", type=positive, default=NUM_PEER_REQUESTS, help="default %(default)s")
     group.add_argument("--no-peer", action="store_true", help="without transformers")
     group.add_argument("--fp8", action="store_true", help="linears, keys and values in fp8; without transformers")
+    group.add_argument("--exact", action="store_true", help="with --numerics exact; without transformers")
     group.add_argument(
         "--features",
         metavar="NAMES",

@@ -12,17 +12,20 @@ from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.dense_rows import DenseRows
-from executor_svc.device.interface import DeviceError, Numerics, NumericsError, cores, is_interpreted
+from executor_svc.device.interface import DeviceError, Numerics, cores, is_interpreted
 from executor_svc.device.kernels import Embedding, Linear, TableEmbedding, WeightRows
 from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
 from executor_svc.device.pool_sizes import chosen_pages, least_of, with_states
 from executor_svc.device.stored_linear import FewBits, QuantRows, StoredLinear
+from executor_svc.gpu.exact.linear import ExactLinear
+from executor_svc.gpu.exact.products import ExactProducts
+from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
 from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.gpu.stored_linear import FewBitsEmbedding, GpuStoredLinear, has_kernel
 from executor_svc.plan.description import ModelGeometry
-from executor_svc.sampling.functions import RowFunctions, TorchFunctions
+from executor_svc.sampling.functions import BlockedFunctions, RowFunctions, TorchFunctions
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ _HOPPER = 90, 132
 class RecordedLinear:
     """A linear layer whose calls can be recorded; implements `device.kernels.Linear`."""
 
-    def __init__(self, linear: GpuLinear | GpuStoredLinear, kernels: GpuStateKernels) -> None:
+    def __init__(self, linear: GpuLinear | ExactLinear | GpuStoredLinear, kernels: GpuStateKernels) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.linear = linear
         self._kernels = kernels
@@ -54,16 +57,11 @@ class GpuDevice:
     """Runs a model on one GPU; on the CPU with Triton's interpreter (TRITON_INTERPRET=1), for tests."""
 
     name = "cuda"
-    numerics: Numerics = "fast"
-    functions: RowFunctions = TorchFunctions()
+    numerics: Numerics
+    functions: RowFunctions
 
     def __init__(self, config: ExecutorConfig) -> None:
         """Raise DeviceError, naming the option, for options that this machine or version does not support."""
-        if config.numerics == "exact":
-            raise NumericsError(
-                "--numerics exact is not possible with --device cuda yet: matrix products there choose their kernels "
-                "by the number of rows; use --numerics fast, or auto"
-            )
         for option, value, not_here in (
             ("--quantization", config.quantization, "int4"),
             ("--quantized-activations", config.quantized_activations, "int8"),
@@ -85,8 +83,15 @@ class GpuDevice:
         self._arch = arch
         assert config.quantization != "int4"
         self._quantization: Quantization = config.quantization
-        self._kernels = GpuStateKernels(self.torch_device, arch, num_sms)
         self._workspace = SumsWorkspace(self.torch_device)
+        self.numerics, self.functions = "fast", TorchFunctions()
+        self._exact: ExactProducts | None = None
+        self._attention: ExactAttention | None = None
+        if config.numerics == "exact":
+            self.numerics, self.functions = "exact", BlockedFunctions()
+            self._exact = ExactProducts(self._workspace)
+            self._attention = ExactAttention(self.torch_device, arch, num_sms)
+        self._kernels = GpuStateKernels(self.torch_device, arch, num_sms, self._attention)
         self.few_bits = FewBits()
 
     @property
@@ -115,6 +120,8 @@ class GpuDevice:
             raise DeviceError(f"--kv-cache-dtype fp8: needs {reason}")
         fp8 = self._kv_option == "fp8" or (self._kv_option == "auto" and fp8_cache and reason is None)
         self.kv_dtype = torch.float8_e4m3fn if fp8 else self.dtype
+        if self._attention is not None:
+            self._attention.dtypes = self.dtype, self.kv_dtype
 
     def _no_fp8_cache(self) -> str | None:
         """Return the missing requirement of a cache in fp8, or None."""
@@ -135,8 +142,9 @@ class GpuDevice:
             return RecordedLinear(self._stored(name, weight, bias), self._kernels)
         weight = weight if isinstance(weight, Tensor) else self._whole(name, weight)
         quantization = "none" if name in _DENSE else self._quantization
-        linear = make_linear(weight, bias, quantization, self._workspace)
-        return RecordedLinear(linear, self._kernels)
+        if self._exact is not None:
+            return RecordedLinear(self._exact.linear(name, weight, bias, quantization), self._kernels)
+        return RecordedLinear(make_linear(weight, bias, quantization, self._workspace), self._kernels)
 
     def prepare_embedding(self, name: str, weight: WeightRows | StoredLinear) -> Embedding:
         if isinstance(weight, StoredLinear) and FewBitsEmbedding.is_possible(weight):
@@ -161,7 +169,7 @@ class GpuDevice:
                 f"--quantization {self._quantization}: {name} of the checkpoint is in few bits already; use "
                 "--quantization none"
             )
-        return GpuStoredLinear(name, weight, bias, self._workspace, self.few_bits)
+        return GpuStoredLinear(name, weight, bias, self._workspace, self.few_bits, self._exact)
 
     def _whole(self, name: str, weight: WeightRows | StoredLinear) -> Tensor:
         """Return a weight as a dense tensor."""
@@ -233,7 +241,9 @@ class GpuDevice:
         return int((config.gpu_memory_utilization or _SHARE) * total) - (total - free) - left - beside
 
     def probe_numerics(self, max_rows: int) -> None:
-        """Nothing to check: fast mode has no guarantee."""
+        """Compare products in exact mode, on a GPU: numpy, by which the interpreter multiplies, says nothing of one."""
+        if self._exact is not None and not self._interpreted:
+            self._exact.probe(max_rows)
 
 
 def _properties(device: torch.device) -> tuple[int, int]:

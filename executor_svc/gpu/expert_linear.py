@@ -9,6 +9,9 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from executor_svc.gpu.exact.linear import ExactLinear
+from executor_svc.gpu.kernels.exact.few_bits import exact_few_bits_of_experts
+from executor_svc.gpu.kernels.exact.product import exact_product_of_experts
 from executor_svc.gpu.kernels.experts.blocks import RowBlocks
 from executor_svc.gpu.kernels.experts.order import order_columns
 from executor_svc.gpu.kernels.experts.product import linear_of_experts
@@ -18,14 +21,15 @@ from executor_svc.gpu.kernels.quantize import quantize_rows
 from executor_svc.gpu.linear import Fp8Linear, GpuLinear, PlainLinear
 from executor_svc.gpu.stored_linear import GpuStoredLinear, PackedRows
 
-_Part = PackedRows | GpuLinear
+_Dense = GpuLinear | ExactLinear
+_Part = PackedRows | _Dense
 
 
 @runtime_checkable
 class StackableLinear(Protocol):
     """A linear as the GPU device prepares it."""
 
-    linear: GpuLinear | GpuStoredLinear
+    linear: _Dense | GpuStoredLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +43,23 @@ class DenseExperts:
     """[E, out_features] float32."""
     narrow_rows: bool
     """Whether rows are in fp8, too."""
+    exact: bool
+    """Whether a row's bits must not depend on the number of rows."""
 
     @classmethod
-    def of(cls, linears: Sequence[GpuLinear]) -> Self:
+    def of(cls, linears: Sequence[_Dense]) -> Self:
         """Take the weights, which are copied."""
-        scales = [each.scale.flatten() for each in linears if not isinstance(each, PlainLinear)]
+        scales = [
+            each.scale.flatten() for each in linears if not isinstance(each, PlainLinear) and each.scale is not None
+        ]
         biases = [each.bias.float() for each in linears if each.bias is not None]
+        exact = isinstance(linears[0], ExactLinear)
         return cls(
             torch.stack([each.weight for each in linears]),
             torch.stack(scales) if scales else None,
             torch.stack(biases) if biases else None,
-            isinstance(linears[0], Fp8Linear),
+            linears[0].narrow_rows if isinstance(linears[0], ExactLinear) else isinstance(linears[0], Fp8Linear),
+            exact,
         )
 
     @property
@@ -59,11 +69,12 @@ class DenseExperts:
 
     def multiply(self, x: Tensor, out: Tensor, blocks: RowBlocks, narrow: Tensor, scales: Tensor, _: Tensor) -> None:
         """As of `StackedExperts`."""
+        multiply = exact_product_of_experts if self.exact else linear_of_experts
         if self.narrow_rows:
             quantize_rows(x, narrow, scales)
-            linear_of_experts(narrow, self.weight, self.scale, self.bias, out, blocks, scales)
+            multiply(narrow, self.weight, self.scale, self.bias, out, blocks, scales)
         else:
-            linear_of_experts(x, self.weight, self.scale, self.bias, out, blocks)
+            multiply(x, self.weight, self.scale, self.bias, out, blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +84,8 @@ class FewBitsExperts:
     weight: FewBitsWeight
     added: Tensor
     """[E, out_features] float32."""
+    exact: bool
+    """Whether a row's bits must not depend on the number of rows."""
     orders: Tensor | None = None
     """[E, in_features] int64: stored column j multiplies x[:, orders[expert, j]]; None: all are in order."""
 
@@ -81,10 +94,13 @@ class FewBitsExperts:
         """Take the weights, which are copied."""
         weight = FewBitsWeight.together([part.weight for part in parts])
         added = torch.stack([part.added for part in parts])
+        exact = parts[0].exact is not None
         if all(part.order is None for part in parts):
-            return cls(weight, added)
+            return cls(weight, added, exact)
         in_order = torch.arange(weight.columns, device=added.device)
-        return cls(weight, added, torch.stack([in_order if part.order is None else part.order for part in parts]))
+        return cls(
+            weight, added, exact, torch.stack([in_order if part.order is None else part.order for part in parts])
+        )
 
     @property
     def rows(self) -> int:
@@ -96,7 +112,8 @@ class FewBitsExperts:
         if self.orders is not None:
             order_columns(x, self.orders, ordered, blocks)
             x = ordered
-        few_bits_of_experts(x, self.weight, self.added, out, blocks)
+        multiply = exact_few_bits_of_experts if self.exact else few_bits_of_experts
+        multiply(x, self.weight, self.added, out, blocks)
 
 
 class StackedExperts:
@@ -125,7 +142,7 @@ class StackedExperts:
             first += part.rows
 
 
-def _parts(linear: GpuLinear | GpuStoredLinear) -> Sequence[_Part]:
+def _parts(linear: _Dense | GpuStoredLinear) -> Sequence[_Part]:
     return linear.parts if isinstance(linear, GpuStoredLinear) else [linear]
 
 

@@ -14,6 +14,8 @@ from executor_svc.device.kernels import Linear
 from executor_svc.device.ranks import WHOLE, Share
 from executor_svc.gpu.expert_linear import StackableLinear, StackedExperts
 from executor_svc.gpu.kernels import activation
+from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
+from executor_svc.gpu.kernels.exact.tiles import EXPERT_ROWS
 from executor_svc.gpu.kernels.experts.blocks import (
     BLOCK_WORDS,
     RowBlocks,
@@ -40,6 +42,8 @@ class GpuRoutes:
     num_blocks: Tensor
     num_experts: int
     share: Share = WHOLE
+    fixed_rows: int | None = None
+    """Of a block, in exact mode; else the step's sizes decide."""
 
     @property
     def num_chosen(self) -> int:
@@ -49,7 +53,8 @@ class GpuRoutes:
     def blocks_of(self, num_tokens: int) -> RowBlocks:
         """Return the blocks of a step of so many tokens."""
         sizes = num_tokens, self.num_experts, self.num_chosen
-        return RowBlocks(self.blocks, self.num_blocks, most_blocks(*sizes), block_rows(*sizes))
+        rows = self.fixed_rows or block_rows(*sizes)
+        return RowBlocks(self.blocks, self.num_blocks, most_blocks(*sizes, rows), rows)
 
 
 class GpuExpertLinear:
@@ -81,9 +86,9 @@ class GpuExpertLinear:
 class GpuExpertKernels(GpuKernels):
     """Implements `device.experts.ExpertKernels`."""
 
-    def __init__(self, device: torch.device, arch: int, num_sms: int) -> None:
+    def __init__(self, device: torch.device, arch: int, num_sms: int, exact: ExactAttention | None = None) -> None:
         """As of `GpuKernels`."""
-        super().__init__(device, arch, num_sms)
+        super().__init__(device, arch, num_sms, exact)
         self._times = 1
         """Rows of what is run for each row of the step."""
         self.tokens_of_tiles: set[int] = set()
@@ -106,7 +111,8 @@ class GpuExpertKernels(GpuKernels):
         routes, num_chosen = self._new_routes(len(logits), router), router.num_chosen
         size = scratch_size(len(logits), router.num_experts)
         scratch = self.new("counts of chosen", (size,), torch.int32)
-        self.tokens_of_tiles.update(tokens_of_blocks(router.num_experts, num_chosen))
+        if self.exact is None:
+            self.tokens_of_tiles.update(tokens_of_blocks(router.num_experts, num_chosen))
         self.tokens_of_tiles.add(rows_at_once(router.num_experts))
 
         def run(n: int) -> None:
@@ -126,6 +132,7 @@ class GpuExpertKernels(GpuKernels):
             blocks=self.new("blocks", (routed, BLOCK_WORDS), torch.int32),
             num_blocks=self.new("number of blocks", (1,), torch.int32),
             num_experts=router.num_experts,
+            fixed_rows=None if self.exact is None else EXPERT_ROWS,
         )
 
     def take_routed(self, x: Tensor, routes: Routes, weighed: bool = False) -> Tensor:

@@ -10,26 +10,34 @@ from executor_svc.device.latent import HeadLinear
 from executor_svc.gpu.experts import GpuExpertKernels
 from executor_svc.gpu.kernels import latents
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
+from executor_svc.gpu.kernels.exact.product import exact_product_of_heads
 
 
 class GpuHeadLinear:
-    """Implements `device.latent.HeadLinear`, by cuBLAS: all heads in one product, with strides in place of copies."""
+    """Implements `device.latent.HeadLinear`: all heads in one product, with strides in place of copies.
 
-    def __init__(self, weight: Tensor) -> None:
+    By cuBLAS, or in exact mode by a kernel of ours.
+    """
+
+    def __init__(self, weight: Tensor, exact: bool) -> None:
         """weight: [H, out_features, in_features]"""
         self.num_heads, self.out_features, self.in_features = weight.shape
-        self._weight = weight.contiguous().transpose(1, 2)
+        self._weight, self._exact = weight.contiguous(), exact
+        self._turned = self._weight.transpose(1, 2)
 
     def into(self, x: Tensor, out: Tensor) -> None:
         """Write [T, H, out_features] for x [T, H, in_features]; both may be columns of wider rows."""
-        torch.bmm(x.transpose(0, 1), self._weight, out=out.transpose(0, 1))
+        if self._exact:
+            exact_product_of_heads(x, self._weight, out)
+        else:
+            torch.bmm(x.transpose(0, 1), self._turned, out=out.transpose(0, 1))
 
 
 class GpuLatentKernels(GpuExpertKernels):
     """Implements `device.latent.LatentKernels`."""
 
     def head_linear(self, weight: Tensor) -> GpuHeadLinear:
-        return GpuHeadLinear(weight)
+        return GpuHeadLinear(weight, self.exact is not None)
 
     def write_latents(
         self,

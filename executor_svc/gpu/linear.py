@@ -20,7 +20,8 @@ Quantization = Literal["none", "int8", "fp8", "fp8_w8a8"]
 """int8 and fp8: weights only (W8A16); fp8_w8a8: also activations, with dynamic scales per row."""
 
 _HOPPER_SMS = 132
-_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Columns of weights of 8 bits are multiples of it."""
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class W8Linear:
         quantize = quantize_int8 if quantization == "int8" else quantize_fp8
         narrow, self.scale = quantize(weight)
         # Padding with zeros: the kernel reads 16 bytes at a time.
-        self._padding = -self.in_features % _ALIGNMENT
+        self._padding = -self.in_features % ALIGNMENT
         self.weight = functional.pad(narrow.view(torch.int8), (0, self._padding)).view(narrow.dtype).contiguous()
         self.bias = torch.zeros_like(self.scale) if bias is None else bias.float().contiguous()
         self._num_sms = multiprocessors(weight.device)
@@ -108,11 +109,7 @@ class Fp8Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Quantize weight [out_features, in_features]; bias [out_features] in the model's dtype or None."""
         self.out_features, self.in_features = weight.shape
-        if self.out_features % _ALIGNMENT or self.in_features % _ALIGNMENT:
-            raise DeviceError(
-                f"--quantization fp8_w8a8: a linear layer of {self.in_features} to {self.out_features} features; both "
-                f"must be multiples of {_ALIGNMENT}"
-            )
+        check_fp8_shape(self.out_features, self.in_features)
         self.weight, scale = quantize_fp8(weight)
         self.scale = scale.view(1, -1)
         self.bias = bias
@@ -182,6 +179,15 @@ def check_quantization(quantization: Quantization, dtype: torch.dtype, device: t
                 f"--quantization {quantization}: needs a GPU of compute capability 8.9 or later, this has "
                 f"{major}.{minor}; use --quantization int8"
             )
+
+
+def check_fp8_shape(out_features: int, in_features: int) -> None:
+    """Raise DeviceError, naming the option, for a shape that cannot be multiplied in fp8."""
+    if out_features % ALIGNMENT or in_features % ALIGNMENT:
+        raise DeviceError(
+            f"--quantization fp8_w8a8: a linear layer of {in_features} to {out_features} features; both must be "
+            f"multiples of {ALIGNMENT}"
+        )
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -14,16 +14,17 @@ from torch import Tensor
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.kernels import WeightRows
 from executor_svc.device.stored_linear import FewBits, QuantFormat, QuantRows, StoredLinear
+from executor_svc.gpu.exact.linear import ExactLinear, FewBitsTiles, multiply_few_bits
+from executor_svc.gpu.exact.products import ExactProducts
+from executor_svc.gpu.kernels.exact.few_bits import few_bits_sums_size
 from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsWeight, is_supported
 from executor_svc.gpu.kernels.few_bits.linear import MOST_ROWS, linear_few_bits, workspace_size
-from executor_svc.gpu.kernels.few_bits.widening import widen
+from executor_svc.gpu.kernels.few_bits.widening import rows_at_once, widen
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.linear import PlainLinear, SumsWorkspace, multiprocessors, new_out, result_dtype
 
 _BLOCK_BYTES = 1 << 22
 """Of a weight's rows that are read at a time."""
-_WIDE_BYTES = 1 << 27
-"""Of a weight in 16 bits that many rows are multiplied with at a time."""
 _log = logging.getLogger(__name__)
 
 
@@ -45,26 +46,32 @@ class PackedRows:
     """The bias, or zeros, in float32."""
     order: Tensor | None
     """Stored column j multiplies x[:, order[j]]."""
+    exact: FewBitsTiles | None = None
+    """How it is multiplied in exact mode."""
 
     @classmethod
     def of(
-        cls, weight: FewBitsWeight, bias: Tensor | None, order: Tensor | None, workspace: SumsWorkspace, num_sms: int
-    ) -> Self:
+        cls, weight: FewBitsWeight, bias: Tensor | None, order: Tensor | None, workspace: SumsWorkspace, num_sms: int,
+        exact: FewBitsTiles | None = None,
+    ) -> Self:  # fmt: skip
         """Reserve the workspace that any number of rows needs."""
-        workspace.reserve(workspace_size(weight, num_sms))
-        workspace.reserve(-(-_rows_at_once(weight) * weight.columns // 2))
+        workspace.reserve(workspace_size(weight, num_sms) if exact is None else few_bits_sums_size(weight))
+        workspace.reserve(-(-rows_at_once(weight) * weight.columns // 2))
         added = torch.zeros(weight.rows, device=workspace.device) if bias is None else bias.float().contiguous()
-        return cls(weight, bias, added, order)
+        return cls(weight, bias, added, order, exact)
 
     def multiply(self, x: Tensor, out: Tensor, workspace: Tensor | None, num_sms: int) -> None:
         """Write x @ weight.T + bias to out, in its dtype."""
         if self.order is not None:
             x = x.index_select(1, self.order)
+        if self.exact is not None:
+            multiply_few_bits(x, self.weight, self.added, out, workspace, self.exact)
+            return
         if len(x) <= MOST_ROWS:
             linear_few_bits(x, self.weight, self.added, out, workspace, num_sms)
             return
         assert workspace is not None
-        memory, columns, rows = workspace.view(x.dtype), self.weight.columns, _rows_at_once(self.weight)
+        memory, columns, rows = workspace.view(x.dtype), self.weight.columns, rows_at_once(self.weight)
         for first in range(0, self.weight.rows, rows):
             last = min(first + rows, self.weight.rows)
             wide = memory[: (last - first) * columns].view(last - first, columns)
@@ -73,14 +80,8 @@ class PackedRows:
             PlainLinear(wide, bias)(x, out[:, first:last], out.dtype)
 
 
-def _rows_at_once(weight: FewBitsWeight) -> int:
-    """Return how many rows of a weight are widened at a time: a multiple of tiles, or all."""
-    rows = max(TILE, _WIDE_BYTES // (2 * weight.columns) // TILE * TILE)
-    return min(rows, weight.rows)
-
-
 class GpuStoredLinear:
-    """x @ weight.T + bias; parts in few bits stay so, others are multiplied by cuBLAS."""
+    """x @ weight.T + bias; parts in few bits stay so, others are multiplied by cuBLAS, in exact mode by our kernel."""
 
     def __init__(
         self,
@@ -89,12 +90,17 @@ class GpuStoredLinear:
         bias: Tensor | None,
         workspace: SumsWorkspace,
         few_bits: FewBits,
+        exact: ExactProducts | None = None,
     ) -> None:
-        """Read the weight; bias: [out_features] in the model's dtype, or None. Parts are noted in few_bits."""
+        """Read the weight; bias: [out_features] in the model's dtype, or None. Parts are noted in few_bits.
+
+        exact: makes what multiplies in exact mode.
+        """
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self._workspace, self._num_sms = workspace, multiprocessors(workspace.device)
-        self.parts: list[PackedRows | PlainLinear] = []
+        self._exact = exact
+        self.parts: list[PackedRows | PlainLinear | ExactLinear] = []
         first = 0
         for key, some in groupby(weight.parts, key=lambda part: _launch_of(part, weight.dtype)):
             sources = list(some)
@@ -104,10 +110,10 @@ class GpuStoredLinear:
             if key is None:
                 self.parts += self._dense(name, sources, own, few_bits)
             else:
-                self.parts.append(self._packed(sources, key[0], rows, own, few_bits))
+                self.parts.append(self._packed(name, sources, key[0], rows, own, few_bits))
 
     def _packed(
-        self, sources: Sequence[QuantRows | WeightRows], kind: QuantFormat, rows: int, bias: Tensor | None,
+        self, name: str, sources: Sequence[QuantRows | WeightRows], kind: QuantFormat, rows: int, bias: Tensor | None,
         few_bits: FewBits,
     ) -> PackedRows:  # fmt: skip
         device = self._workspace.device
@@ -120,18 +126,21 @@ class GpuStoredLinear:
                 first += len(block)
             few_bits.add(source, self.dtype, "weights alone", weight.num_bytes * source.shape[0] // rows)
         order = None if order is None else order.to(device)
-        return PackedRows.of(weight, bias, order, self._workspace, self._num_sms)
+        exact = None if self._exact is None else self._exact.few_bits(name, weight, self.dtype)
+        return PackedRows.of(weight, bias, order, self._workspace, self._num_sms, exact)
 
     def _dense(
         self, name: str, sources: Sequence[QuantRows | WeightRows], bias: Tensor | None, few_bits: FewBits
-    ) -> Iterator[PlainLinear]:
+    ) -> Iterator[PlainLinear | ExactLinear]:
         first = 0
         for source in sources:
             if isinstance(source, QuantRows):
                 _log.warning("%s: no kernel for %s, kept in %s", name, source.format.name, self.dtype)
                 few_bits.add_dense(source)
                 source = DequantizedRows(source, self.dtype, self._workspace.device)
-            yield PlainLinear(source.whole(), None if bias is None else bias[first : first + source.shape[0]])
+            own = None if bias is None else bias[first : first + source.shape[0]]
+            whole = source.whole()
+            yield PlainLinear(whole, own) if self._exact is None else self._exact.linear(name, whole, own)
             first += source.shape[0]
 
     def __call__(self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 from cadenza_common.plan.plan import AdmittedSequence, GroupTable, StepPlan
 from cadenza_common.plan.sampling import Need, SequenceSampling
 from executor_svc.gpu.kernels.attention.segments import SEGMENTS
+from executor_svc.gpu.kernels.exact.attention_config import SEGMENT_KEYS
 from executor_svc.gpu.kernels.few_bits import linear as few_bits
 from executor_svc.gpu.kernels.linear_w8 import TILE_ROWS
 from executor_svc.gpu.step import GpuStepExecutor
@@ -139,8 +140,9 @@ def _each_kind(limits: Limits) -> Iterator[StepPlan]:
     # A prompt with logprobs, draws and counts; then a decode, by a graph.
     yield _prompts(np.array([_LENGTH]), _EVERYTHING, limits)
     yield StepPlan(2, epoch=1, decode_ready=True)
-    # One token of a short sequence, and of one with split keys, in steps without logits: by no graph.
-    for length in (_LENGTH, min(SEGMENTS.least_keys + 2, limits.max_model_len)):
+    # One token of a short sequence, and of ones with split keys, in steps without logits: by no graph.
+    split = (least + 2 for least in (SEGMENTS.least_keys, SEGMENT_KEYS))
+    for length in dict.fromkeys((_LENGTH, *(min(length, limits.max_model_len) for length in split))):
         yield _one_token(length, limits)
         if limits.max_drafts:
             yield _one_draft(length, limits)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from executor_svc.sampling.noise import uniform
 
@@ -45,3 +47,34 @@ class TorchFunctions:
     def gumbel(self, keys: Tensor, token_ids: Tensor) -> Tensor:
         v: Tensor = uniform(keys, token_ids)
         return torch.neg(v, out=v).log1p_().neg_().log_().neg_()
+
+
+_BLOCK = 1 << 14
+"""Numbers that PyTorch works out in one thread."""
+_VECTOR = 64
+"""Numbers that fill whole vectors, of any processor."""
+
+
+class BlockedFunctions:
+    """PyTorch's functions, of whole vectors in one thread alone: a value's bits do not depend on its place.
+
+    PyTorch works out the end of an array, and that of each thread's share, by other code than the rest. They may depend
+    on the processor, as `TorchFunctions` do.
+    """
+
+    def exp(self, x: Tensor, shift: Tensor) -> Tensor:
+        return _blocked(torch.exp, x - shift)
+
+    def log(self, x: Tensor) -> Tensor:
+        return _blocked(torch.log, x)
+
+    def gumbel(self, keys: Tensor, token_ids: Tensor) -> Tensor:
+        v = uniform(keys, token_ids)
+        return _blocked(lambda block: torch.log(-torch.log1p(-block)), v).neg_()
+
+
+def _blocked(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return a function of each number of x; of padding it is worked out, too."""
+    flat = functional.pad(x.reshape(-1), (0, -x.numel() % _VECTOR), value=0.5)
+    blocks = [function(block) for block in flat.split(_BLOCK)]
+    return torch.cat(blocks)[: x.numel()].view(x.shape) if blocks else x

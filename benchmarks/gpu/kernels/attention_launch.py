@@ -44,6 +44,19 @@ def kernels_of(bench: Bench) -> GpuKernels:
     return bench.cached("kernels", make)
 
 
+def exact_kernels_of(bench: Bench) -> GpuKernels:
+    """The device's kernels in exact mode, made once: for caches in bf16."""
+
+    def make() -> GpuKernels:
+        from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
+        from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
+
+        where = bench.device, *arch_and_sms(bench.device)
+        return GpuKernels(*where, ExactAttention(*where))
+
+    return bench.cached("exact kernels", make)
+
+
 def arch_and_sms(device: torch.device) -> tuple[int, int]:
     """Compute capability (as 90) and number of multiprocessors; a Hopper GPU's under the interpreter."""
     if device.type != "cuda":
@@ -52,13 +65,16 @@ def arch_and_sms(device: torch.device) -> tuple[int, int]:
     return found.major * 10 + found.minor, int(found.multi_processor_count)
 
 
-def make_inputs(bench: Bench, sizes: Sizes) -> Inputs:
-    """Random queries, and a cache with blocks in random order; raises RuntimeError if it does not fit in memory."""
+def make_inputs(bench: Bench, sizes: Sizes, kernels: GpuKernels | None = None) -> Inputs:
+    """Random queries, and a cache with blocks in random order; raises RuntimeError if it does not fit in memory.
+
+    kernels: default: of `kernels_of`.
+    """
     from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 
     cache = _pool(bench, sizes)
     shape, tokens = sizes.shape, sizes.batch * sizes.num_tokens
-    plan = kernels_of(bench).new_attention_plan(shape, sizes.context, tokens, sizes.batch)
+    plan = (kernels or kernels_of(bench)).new_attention_plan(shape, sizes.context, tokens, sizes.batch)
     assert isinstance(plan, GpuAttentionPlan)
     order = torch.randperm(sizes.batch * sizes.blocks_per_seq, dtype=torch.int32)
     tables = order.view(sizes.batch, sizes.blocks_per_seq)
@@ -71,9 +87,11 @@ def make_inputs(bench: Bench, sizes: Sizes) -> Inputs:
     return Inputs(plan, q, cache, tables)
 
 
-def launch(bench: Bench, sizes: Sizes, inputs: Inputs) -> tuple[Callable[[], None], Tensor]:
+def launch(
+    bench: Bench, sizes: Sizes, inputs: Inputs, kernels: GpuKernels | None = None
+) -> tuple[Callable[[], None], Tensor]:
     """A function that enqueues attention as a recorded layer does, and its output tensor [T, H * D]."""
-    kernels, tokens = kernels_of(bench), inputs.q.shape[0]
+    kernels, tokens = kernels or kernels_of(bench), inputs.q.shape[0]
     with kernels.recording() as recording:
         out = kernels.attention(inputs.q, inputs.kv_layer, sizes.shape, inputs.plan)
         program = recording.program()

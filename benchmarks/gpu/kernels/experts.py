@@ -168,7 +168,7 @@ def _make(
     if made:
         return DenseExperts.of(made), torch.stack(sample)
     zeros = torch.zeros(num_experts, rows, device=bench.device)
-    return FewBitsExperts(FewBitsWeight.together(packed), zeros), torch.stack(sample)
+    return FewBitsExperts(FewBitsWeight.together(packed), zeros, exact=False), torch.stack(sample)
 
 
 def _bytes_of(experts: DenseExperts | FewBitsExperts) -> int:

@@ -21,6 +21,7 @@ from benchmarks.gpu.kernels import (
     attention_tuning,
     ceilings,
     elementwise,
+    exact,
     experts,
     flashinfer,
     latents,
@@ -43,7 +44,8 @@ _TUNED_BY = ("kv", "batch", "context", "num_tokens")
 def groups_of(options: argparse.Namespace) -> list[Group]:
     """The chosen groups, ceilings always; of whole steps those of the chosen shapes."""
     shapes = {shape.name for shape in options.shapes}
-    other_steps = [] if options.trial else [group for name, group in steps.GROUPS.items() if name not in shapes]
+    of_shapes = [*steps.GROUPS.items(), (steps.EXACT_SHAPE, steps.EXACT)]
+    other_steps = [] if options.trial else [group for name, group in of_shapes if name not in shapes]
     chosen = [group.name for group in ORDER if group not in other_steps] if options.groups is None else options.groups
     return [group for group in ORDER if group.name in chosen or group is CEILINGS]
 
@@ -168,7 +170,11 @@ ORDER: tuple[Group, ...] = (
     attention.PREFILL,
     latents.GROUP,
     recurrences.GROUP,
+    exact.PRODUCTS,
+    exact.CUBLASLT,
+    exact.ATTENTION,
     *steps.GROUPS.values(),
+    steps.EXACT,
     elementwise.GROUP,
     linears.GROUP,
     linears.FEW_BITS,

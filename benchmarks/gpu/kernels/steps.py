@@ -27,7 +27,7 @@ def _growth(tiny: bool) -> int:
     return 10 if tiny else _WARM_STEPS + max(_STEPS, _TRACED_STEPS) + 8
 
 
-def driver_options(most_seqs: int, context: int, tiny: bool) -> dict[str, object]:
+def driver_options(most_seqs: int, context: int, tiny: bool, numerics: str = "fast") -> dict[str, object]:
     """Options of the executor: blocks for `most_seqs` sequences of this context, and steps of 8k tokens."""
     longest = context + _growth(tiny) if tiny else max(context, _BATCHED_TOKENS) + _growth(tiny)
     tokens = 64 if tiny else _BATCHED_TOKENS
@@ -35,7 +35,7 @@ def driver_options(most_seqs: int, context: int, tiny: bool) -> dict[str, object
     return {
         "device": "cuda",
         "dtype": "auto",
-        "numerics": "fast",
+        "numerics": numerics,
         "load_format": "dummy",
         "block_size": _BLOCK_SIZE,
         "num_gpu_blocks": max(most_seqs * per_seq, -(-longest // _BLOCK_SIZE)) + 64,
@@ -47,16 +47,16 @@ def driver_options(most_seqs: int, context: int, tiny: bool) -> dict[str, object
     }
 
 
-def _driver(bench: Bench, shape: ModelShape, most_seqs: int, context: int) -> PlanDriver:
+def _driver(bench: Bench, shape: ModelShape, most_seqs: int, context: int, numerics: str) -> PlanDriver:
     def make() -> PlanDriver:
         folder = write_config(shape, Path(tempfile.mkdtemp(prefix="cadenza-shape-")))
-        return PlanDriver(folder, **driver_options(most_seqs, context, bench.tiny))
+        return PlanDriver(folder, **driver_options(most_seqs, context, bench.tiny, numerics))
 
     return bench.cached(f"driver {shape.name}", make)
 
 
-def _open(bench: Bench, shape: ModelShape, most_seqs: int, context: int) -> PlanDriver:
-    driver = _driver(bench, shape, most_seqs, context)
+def _open(bench: Bench, shape: ModelShape, most_seqs: int, context: int, numerics: str) -> PlanDriver:
+    driver = _driver(bench, shape, most_seqs, context, numerics)
     driver.open()
     return driver
 
@@ -69,13 +69,14 @@ def _group(
     mixed: tuple[int, int],
     decode_goal: float,
     limit_s: float,
+    numerics: str = "fast",
 ) -> Group:
     def cases(tiny: bool) -> Sequence[Case]:
         model, context = (TINY, 40) if tiny else (shape, _CONTEXT)
         counts = (1, 3) if tiny else batches
         whole = ((1, 40), (2, 20)) if tiny else prefills
         beside, length = (1, 8) if tiny else mixed
-        driver = partial(_open, shape=model, most_seqs=max(counts), context=context)
+        driver = partial(_open, shape=model, most_seqs=max(counts), context=context, numerics=numerics)
         return [
             *(_decode_case(model, driver, count, context, decode_goal) for count in counts),
             *(_prefill_case(model, driver, *each) for each in whole),
@@ -87,9 +88,9 @@ def _group(
 
     def preload(bench: Bench) -> None:
         model, context, counts = (TINY, 40, (1, 3)) if bench.tiny else (shape, _CONTEXT, batches)
-        _driver(bench, model, max(counts), context).wait_loaded()
+        _driver(bench, model, max(counts), context, numerics).wait_loaded()
 
-    title = f"steps of {shape.name}, random weights, bf16"
+    title = f"steps of {shape.name}, random weights, bf16{'' if numerics == 'fast' else f', {numerics}'}"
     return Group(name, title, cases, limit_s, preload)
 
 
@@ -211,3 +212,6 @@ GROUPS = {
     QWEN3_06B.name: _group("steps-0.6b", QWEN3_06B, (1, 64), ((1, 8192),), (32, 512), 70.0, 95),
 }
 """By the name of the shape."""
+EXACT_SHAPE = LLAMA_8B.name
+EXACT = _group("steps-8b-exact", LLAMA_8B, (64, 256), ((1, 8192),), (128, 512), 79.0, 110, "exact")
+"""In exact mode, to be held against `steps-8b`: its goal is nine tenths of that one's."""

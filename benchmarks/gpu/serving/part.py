@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
         is_first_of_two = index == 0 and len(options.shapes) > 1
         shape_end = end_at - (1 - _FIRST_SHARE) * seconds if is_first_of_two else end_at
         device = "cpu" if options.trial else "cuda"
-        shape_run = Run(shape, load, device, shape_end, output, ceilings, options.fp8)
+        shape_run = Run(shape, load, device, shape_end, output, ceilings, options.fp8, options.exact)
         serve_shape(shape_run, options)
         text.append(environment.table(shape.name, shape_run.found))
         found += shape_run.found

@@ -55,6 +55,8 @@ class Run:
     ceilings: Ceilings = field(default_factory=Ceilings)
     fp8: bool = False
     """Weights and activations of linears in fp8, keys and values too."""
+    exact: bool = False
+    """In exact mode."""
     changed: dict[str, Any] = field(default_factory=dict)
     """Options of the services that stages have in place of the usual ones."""
     found: list[tuple[Outcome, Goal | None]] = field(default_factory=list)
@@ -97,7 +99,7 @@ class Run:
         return {
             **in_fp8,
             "device": self.device,
-            "numerics": "fast",
+            "numerics": "exact" if self.exact else "fast",
             "load_format": "dummy",
             "enable_prefix_caching": False,
             "max_model_len": -(-longest // 16) * 16,

@@ -339,8 +339,7 @@ def variants() -> list[Variant]:
                 steps = f"{' divided' if divided else ''}{' capped' if capped else ''}"
                 arguments = {"logits": "*fp32", "divisor": "fp32", "cap": "fp32"}
                 constants = logits_constants(vocab, vocab, dtype, divided, capped)
-                quick = (vocab, name, divided) == (256000, "bf16", False)
                 title = f"finish_logits vocab{vocab} {name}{steps}"
                 launched = options(constants["CHUNK"])
-                found.append(variant(title, _finish_logits, arguments, constants, launched, quick))
+                found.append(variant(title, _finish_logits, arguments, constants, launched))
     return found

@@ -23,6 +23,8 @@ from executor_svc.errors import StartError
 from executor_svc.gpu.kernels import activation, norm, rows
 from executor_svc.gpu.kernels.attention.config import HEAD_SIZES
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
+from executor_svc.gpu.kernels.exact.attention_plan import ExactAttentionPlan
+from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
 from executor_svc.gpu.kernels.few_bits.embedding import embed_few_bits
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
 from executor_svc.gpu.kernels.lora.adapter_places import GpuAdapterPlaces, GpuEmbeddingPlaces
@@ -75,9 +77,15 @@ class GpuKernels:
 
     name = "gpu-2"
 
-    def __init__(self, device: torch.device, arch: int, num_sms: int) -> None:
-        """arch: compute capability of the device, such as 90; num_sms: its number of multiprocessors."""
+    def __init__(self, device: torch.device, arch: int, num_sms: int, exact: ExactAttention | None = None) -> None:
+        """arch: compute capability of the device, such as 90; num_sms: its number of multiprocessors.
+
+        exact: of exact mode, in which a row's bits do not depend on the others.
+        """
         self._device = device
+        self.exact = exact
+        if exact is not None:
+            self.name = f"{self.name} exact-1"
         self._arch = arch
         self._num_sms = num_sms
         self._recording: GpuRecording | None = None
@@ -108,7 +116,10 @@ class GpuKernels:
         num_tables: int = 1,
     ) -> GpuAttentionPlan:
         sizes = max_model_len, max_tokens, max_tokens if max_seqs is None else max_seqs
-        return GpuAttentionPlan(shape, *sizes, self._device, self._arch, self._num_sms, num_tables)
+        where = self._device, self._arch, self._num_sms
+        if self.exact is None:
+            return GpuAttentionPlan(shape, *sizes, *where, num_tables)
+        return ExactAttentionPlan(shape, *sizes, *where, num_tables, wide=self.exact.may_be_wide(shape))
 
     # ------------------------------------------------------------------ operations
 

@@ -241,5 +241,5 @@ def _variant(tile: W8Tile, rows: str, weight: str, out: str, *, partial: bool = 
         archs=(90,) if weight == "fp8e4nv" else ALL_ARCHS,
         no_spills=True,
         wgmma=tile.rows >= 64,
-        quick=(rows, weight, out, aligned) == ("bf16", "i8", "bf16", True) and tile.rows in (16, 128) and not partial,
+        quick=(rows, weight, out, aligned) == ("bf16", "i8", "bf16", True) and tile.rows == 16 and not partial,
     )

@@ -25,18 +25,22 @@ def _sum_splits(parts, scale, bias, out, rows, out_features, out_stride, splits,
         at += rows.to(tl.int64) * out_features
     if scale is not None:
         total *= tl.load(scale + column, mask=inside, other=0.0)
-    total += tl.load(bias + column, mask=inside, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + column, mask=inside, other=0.0)
     tl.store(out + row * out_stride + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def sum_splits(parts: Tensor, splits: int, scale: Tensor | None, bias: Tensor, out: Tensor) -> None:
+def sum_splits(
+    parts: Tensor, splits: int, scale: Tensor | None, bias: Tensor | None, out: Tensor, fused: bool = True
+) -> None:
     """Write the sum of parts, in their order, * scale + bias into out.
 
     Args:
         parts: float32, [splits, M, N] and then anything.
         splits: their number.
-        scale, bias: [N] float32; without a scale the sum is not multiplied.
+        scale, bias: [N] float32; without a scale the sum is not multiplied, without a bias nothing is added.
         out: [M, N], columns adjacent, rows of any stride.
+        fused: whether product and sum may be rounded once.
     """
     rows, out_features = out.shape
     _sum_splits[(rows, -(-out_features // _COLUMNS))](
@@ -51,20 +55,26 @@ def sum_splits(parts: Tensor, splits: int, scale: Tensor | None, bias: Tensor, o
         COLUMNS=_COLUMNS,
         num_warps=_WARPS,
         num_stages=_STAGES,
-        enable_fp_fusion=True,
+        enable_fp_fusion=fused,
     )
 
 
 def variants() -> list[Variant]:
     """Return the sum with a scale and without one, for each dtype of the result."""
-    return [_variant(out, scaled) for out in ("bf16", "fp16", "fp32") for scaled in (True, False)]
+    outs = ("bf16", "fp16", "fp32")
+    found = [_variant(out, scaled) for out in outs for scaled in (True, False)]
+    exact = [(scaled, biased) for scaled in (True, False) for biased in (True, False)]
+    return found + [_variant(out, scaled, biased=biased, fused=False) for out in outs for scaled, biased in exact]
 
 
-def _variant(out: str, scaled: bool) -> Variant:
-    pointers = {"parts": "*fp32", **({"scale": "*fp32"} if scaled else {}), "bias": "*fp32", "out": f"*{out}"}
-    constants = {"COLUMNS": _COLUMNS} | ({} if scaled else {"scale": None})
+def _variant(out: str, scaled: bool, *, biased: bool = True, fused: bool = True) -> Variant:
+    optional = {"scale": scaled, "bias": biased}
+    there = {name: "*fp32" for name, given in optional.items() if given}
+    pointers = {"parts": "*fp32", **there, "out": f"*{out}"}
+    constants = {"COLUMNS": _COLUMNS} | {name: None for name, given in optional.items() if not given}
+    marks = "".join(f"{mark} " for mark, given in (("scaled", scaled), ("biased", biased and not fused)) if given)
     return Variant(
-        name=f"sum_splits {'scaled ' if scaled else ''}to {out}",
+        name=f"sum_splits {marks}to {out}{'' if fused else ' exact'}",
         kernel=_sum_splits,
         signature={
             **pointers,
@@ -75,6 +85,7 @@ def _variant(out: str, scaled: bool) -> Variant:
         divisible=(*pointers, "out_features", "out_stride"),
         num_warps=_WARPS,
         num_stages=_STAGES,
+        fp_fusion=fused,
         no_spills=True,
-        quick=out == "bf16" and scaled,
+        quick=fused and out == "bf16" and scaled,
     )

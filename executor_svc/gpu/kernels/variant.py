@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 ALL_ARCHS = (80, 90)
@@ -32,6 +32,10 @@ class Variant:
     """Whether it must compile without register spills, on every arch."""
     wgmma: bool = False
     """Whether its sm_90 PTX must multiply with wgmma."""
+    products: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """By arch: the tensor cores' instructions that its code must have, and no others, as "wgmma m64n64k16"."""
+    whole_rows: bool = False
+    """Whether each row of a product's result must be in one warp, on sm_90: then its sums have one order."""
     copies: bool = False
     """Whether its sm_90 PTX must load with the copy engine."""
     quick: bool = False

@@ -24,14 +24,23 @@ def _interpreter_is_mended() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter add products in their order: BLAS has another one for some rows of a matrix."""
+class _Chain:
+    """A product of the interpreter, until it is added to what `tl.dot` adds to: columns are, one after the other."""
 
-    def in_order(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        total = np.zeros((len(a), b.shape[1]), dtype)
-        for inner in range(len(b)):
-            total += a[:, inner, None].astype(dtype) * b[inner].astype(dtype)
+    def __init__(self, a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> None:
+        self._a, self._b = a.astype(dtype), b.astype(dtype)
+
+    def __add__(self, before: np.ndarray) -> np.ndarray:
+        total = before.copy()
+        for inner in range(len(self._b)):
+            total += self._a[:, inner, None] * self._b[inner]
         return total
 
-    monkeypatch.setattr(np, "matmul", in_order)
+
+@pytest.fixture
+def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter add products in their order, to the sum before them, as a GPU's instructions do.
+
+    BLAS has another order for some rows of a matrix, and starts from 0 at each `tl.dot`.
+    """
+    monkeypatch.setattr(np, "matmul", _Chain)

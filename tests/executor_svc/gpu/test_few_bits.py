@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from executor_svc.device.dequantize import dequantize
 from executor_svc.device.interface import DeviceError
 from executor_svc.device.stored_linear import FewBits, StoredLinear
-from executor_svc.gpu import stored_linear
+from executor_svc.gpu.kernels.few_bits import widening
 from executor_svc.gpu.linear import GpuLinear, PlainLinear, Quantization, SumsWorkspace, make_linear
 from executor_svc.gpu.stored_linear import GpuStoredLinear
 from tests.checkpoints import make_checkpoint
@@ -133,7 +133,7 @@ def test_a_fused_linear_of_several_formats(device: torch.device, monkeypatch: py
     assert [isinstance(part, PlainLinear) for part in linear.parts] == [False, False, False, False, True]
     found = linear(x, out_dtype=torch.float32)
     # Many rows are multiplied with weights that are widened, and rounded, piece by piece.
-    monkeypatch.setattr(stored_linear, "_WIDE_BYTES", 2 * columns * 64)
+    monkeypatch.setattr(widening, "_WIDE_BYTES", 2 * columns * 64)
     many = linear(torch.cat([x] * 27), out_dtype=torch.float32)
 
     numbers = [dequantize(block, kind) for block, kind in zip(blocks, kinds, strict=True)]

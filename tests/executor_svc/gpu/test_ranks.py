@@ -110,6 +110,22 @@ async def test_tokens_and_logprobs_are_those_of_the_cpu(tmp_path: Path, speculat
 @needs_two
 @pytest.mark.long
 @pytest.mark.timeout(300)
+async def test_in_exact_mode_requests_get_what_they_get_alone(tmp_path: Path) -> None:
+    """Tokens and logprobs; tiles have one number of rows here, for which numpy has one order of columns."""
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_hidden_layers=2, head_dim=64)
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "numerics": "exact", "dtype": "bfloat16"}
+    together = await outputs(folder, "cuda", REQUESTS[:2], **options, num_gpu_blocks=40)
+    for request, one in zip(REQUESTS[:2], together, strict=True):
+        dist.destroy_process_group()
+        (alone,) = await outputs(folder, "cuda", [request], **options, num_gpu_blocks=40)
+        assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in alone.outputs]
+        assert [sample.logprobs for sample in one.outputs] == [sample.logprobs for sample in alone.outputs]
+        assert one.prompt_logprobs == alone.prompt_logprobs
+
+
+@needs_two
+@pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_delta"])
 async def test_recurrent_layers_are_divided(tmp_path: Path, family: str) -> None:
     """Greedy tokens are those of the CPU, which has the layers whole."""

@@ -10,7 +10,6 @@ import pytest
 
 from cadenza_common.plan.result import StepResult
 from cadenza_common.plan.sampling import SequenceSampling
-from executor_svc.device.interface import NumericsError
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.graphs import DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
@@ -139,8 +138,3 @@ def test_decodes_without_a_graph_take_none_of_steps_with_prompts(llama: Path, mo
     assert replayed.pop() == both
     stepper.step(admitted=(second,), scheduled=scheduled((0, 1, False), (1, 1, True)))
     assert not replayed
-
-
-def test_exact_numerics_are_refused(llama: Path) -> None:
-    with pytest.raises(NumericsError, match="--numerics exact is not possible with --device cuda yet"):
-        on_gpu(llama, numerics="exact")

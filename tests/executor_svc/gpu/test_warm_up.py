@@ -192,6 +192,30 @@ def test_no_step_of_a_mixture_waits_for_a_compiler(
     assert compiled == known
 
 
+@pytest.mark.parametrize("quantization", short_and_long(["none", "int8"], ["none"]))
+def test_no_step_in_exact_mode_waits_for_a_compiler(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+) -> None:
+    """Parts of columns by programs of their own and by one; segments of one program and shared, of drafts too."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 32, "head_dim": 64, "num_hidden_layers": 1}
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=131, num_attention_heads=2, num_key_value_heads=1, **sizes)
+    options: dict[str, Any] = {
+        "dtype": "bfloat16", "numerics": "exact", "quantization": quantization, "max_model_len": 300, "max_num_seqs": 3,
+        "num_gpu_blocks": 60, "max_num_batched_tokens": 70, "speculative": "ngram",
+    }  # fmt: skip
+    executor = started(folder, monkeypatch, enforce_eager=True, **options)
+    names = {str(name).rpartition(".")[2] for known in compiled for name in known[:2]}
+    assert {"exact_attention_kernel", "exact_product_kernel", "_sum_splits"} <= names
+    assert not {"attention_kernel", "split_kernel", "_linear_w8"} & names
+    known = set(compiled)
+    long = sequence(0, [5] * 290, list(range(38)), computed=280, max_drafts=3)
+    steps: list[dict[str, Any]] = [{"admitted": (long,), "scheduled": scheduled((0, 9, False))}]
+    steps += [{"scheduled": scheduled((0, 1, True)), "max_drafts": 3}, {"decode_ready": True, "max_drafts": 3}]
+    steps.append({"admitted": (sequence(1, [7] * 65, list(range(40, 50))),), "scheduled": scheduled((1, 65, True))})
+    run(executor, steps)
+    assert compiled == known
+
+
 @pytest.mark.parametrize("family", short_and_long(["lfm2", "granite_h", "qwen3_5_delta"], ["qwen3_5_delta"]))
 def test_no_step_with_recurrent_states_waits_for_a_compiler(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled

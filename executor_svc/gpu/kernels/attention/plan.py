@@ -45,14 +45,16 @@ class GpuAttentionPlan:
         self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_seqs, num_tables, padded(width), dtype=torch.int32, device=device)
-        if shape.latent is None:
-            sizes = shape.num_heads, shape.num_kv_heads, shape.padded_head_size
-            self._scratch = SegmentScratch.of(*sizes, num_sms, device)
-        else:
-            self._scratch = SegmentScratch.of_latents(shape.latent, num_sms, device)
+        self._scratch = self._new_scratch(device)
         ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)
         self._unscaled = KVScales(ones, ones)
         self._num_seqs = self._max_query_len = self._max_seq_len = 0
+
+    def _new_scratch(self, device: torch.device) -> SegmentScratch:
+        shape, num_sms = self._shape, self._num_sms
+        if shape.latent is not None:
+            return SegmentScratch.of_latents(shape.latent, num_sms, device)
+        return SegmentScratch.of(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms, device)
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
         """Set the step, from tensors on the host; arguments as in `forward_batch.ForwardBatch`."""
@@ -114,8 +116,13 @@ class GpuAttentionPlan:
             shape.chunk,
             shape.latent,
         )
+        self._run(call)
+
+    def _run(self, call: AttentionCall) -> None:
+        """Enqueue this call."""
         kind, lengths = call.kind, (self._max_query_len, self._max_seq_len)
-        if default_segments(kind).wants_split(seqs, call.num_kv_heads, *lengths, self._num_sms, split_tokens(kind)):
+        wants_split = default_segments(kind).wants_split
+        if wants_split(self._num_seqs, call.num_kv_heads, *lengths, self._num_sms, split_tokens(kind)):
             split_attention(call, self._arch, self._scratch, self._num_sms)
         else:
             attention(call, self._arch)

@@ -11,7 +11,7 @@ import io
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,10 @@ class Build:
     """Whether it multiplies with wgmma."""
     wgmma_serialized: bool
     """Whether ptxas has serialized wgmma, for lack of registers."""
+    products: Sequence[str]
+    """Kinds of instructions of tensor cores, as "mma m16n8k16", sorted."""
+    column_warps: int
+    """Warps among which a row of a product's result is divided at most; 0: no product is of tensor cores."""
     num_loads: int
     """Instructions that read global memory, including asynchronous copies."""
     num_wide_loads: int
@@ -94,6 +98,7 @@ def compile_variant(variant: Variant, arch: int) -> Build:
             raise CompileError(f"{where}: {type(error).__name__}: {error}") from error
     seconds = time.perf_counter() - start
     facts = _ptxas_facts(where, printed.getvalue()) | _ptx_facts(compiled.asm["ptx"])
+    facts["column_warps"] = _column_warps(compiled.asm["ttgir"])
     return Build(variant.name, arch, dynamic_shared=compiled.metadata.shared, seconds=round(seconds, 2), **facts)
 
 
@@ -112,6 +117,11 @@ def build_errors(variant: Variant, build: Build) -> list[str]:
         found.append("has no wgmma in its PTX, and must")
     if variant.wgmma and build.arch == 90 and build.wgmma_serialized:
         found.append("has wgmma, but ptxas serializes it")
+    wanted = variant.products.get(build.arch, frozenset(build.products))
+    if wanted != {*build.products}:
+        found.append(f"multiplies by {', '.join(build.products) or 'nothing'}, and must by {', '.join(sorted(wanted))}")
+    if variant.whole_rows and build.arch == 90 and build.column_warps > 1:
+        found.append(f"divides rows of products among {build.column_warps} warps, and must not")
     if variant.copies and build.arch == 90 and not build.num_bulk_copies:
         found.append("has no instruction to the copy engine in its PTX, and must")
     if build.shared > MAX_SHARED[build.arch]:
@@ -162,13 +172,21 @@ def _ptxas_facts(where: str, log: str) -> dict[str, Any]:
     }
 
 
+def _column_warps(ttgir: str) -> int:
+    """Return the most warps along the columns of a layout of tensor cores."""
+    layouts = re.findall(r"nvidia_mma<\{[^}]*warpsPerCTA = \[\d+, (\d+)\]", ttgir)
+    return max((int(columns) for columns in layouts), default=0)
+
+
 def _ptx_facts(ptx: str) -> dict[str, Any]:
     """Count instructions in the PTX."""
     copies = re.findall(r"cp\.async\.c[ag]\.shared[^;]*?\], *(0x[0-9a-f]+|\d+)", ptx)
     loads = re.findall(r"\bld\.(?:volatile\.|relaxed\.|acquire\.)?global([\w.:]*)", ptx)
     wide = re.compile(r".*\.(v4\.[bfus]32|v2\.[bfus]64)")
+    kinds = re.findall(r"\b(wgmma|mma)\.(?:mma_async\.)?(?:sync\.)?(?:aligned\.)?(m\d+n\d+k\d+)", ptx)
     return {
         "wgmma": "wgmma.mma_async" in ptx,
+        "products": sorted({f"{name} {shape}" for name, shape in kinds}),
         "num_loads": len(copies) + len(loads),
         "num_wide_loads": sum(int(size, 0) == 16 for size in copies)
         + sum(bool(wide.fullmatch(kind)) for kind in loads),

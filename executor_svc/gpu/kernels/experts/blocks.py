@@ -46,11 +46,14 @@ def block_rows(num_tokens: int, num_experts: int, num_chosen: int) -> int:
     return next((rows for rows in BLOCK_ROWS if wanted <= rows), BLOCK_ROWS[-1])
 
 
-def most_blocks(num_tokens: int, num_experts: int, num_chosen: int) -> int:
-    """Return how many blocks of `block_rows` rows a step can have: every expert's last one may have a single row."""
+def most_blocks(num_tokens: int, num_experts: int, num_chosen: int, rows: int | None = None) -> int:
+    """Return how many blocks of `rows` rows a step can have: every expert's last one may have a single row.
+
+    rows: default: as of `block_rows`.
+    """
     routed = num_tokens * num_chosen
     begun = min(routed, num_experts)
-    return begun + (routed - begun) // block_rows(num_tokens, num_experts, num_chosen)
+    return begun + (routed - begun) // (rows or block_rows(num_tokens, num_experts, num_chosen))
 
 
 def tokens_of_blocks(num_experts: int, num_chosen: int) -> list[int]:

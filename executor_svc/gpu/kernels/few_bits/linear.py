@@ -168,7 +168,7 @@ def linear_few_bits(
     """
     if len(x) > MOST_ROWS:
         raise ValueError(f"x: has {len(x)} rows, more than {MOST_ROWS}")
-    _check(x, weight, bias, out)
+    check_arguments(x, weight, bias, out)
     rows = x.shape[0]
     if not rows:
         return
@@ -194,7 +194,7 @@ def few_bits_of_experts(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Ten
 
     Raises ValueError naming the argument.
     """
-    _check(x, weight, bias, out, weight.num_experts)
+    check_arguments(x, weight, bias, out, weight.num_experts)
     if len(x):
         launch(x, weight, bias, out, None, tile_of_experts(blocks.rows, weight.layout.kind), 1, blocks)
 
@@ -251,7 +251,10 @@ def _constants(layout: FewBitsLayout, tile: FewBitsTile, is_bfloat16: bool, *, p
     return layout.constants() | own | {"ROWS": tile.rows, "PARTIAL": partial}
 
 
-def _check(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, num_experts: int | None = None) -> None:
+def check_arguments(
+    x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, num_experts: int | None = None
+) -> None:
+    """Raise ValueError, naming the argument, for arguments that no product with few bits takes."""
     shape = (weight.rows,) if num_experts is None else (num_experts, weight.rows)
     if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] != weight.columns:
         raise ValueError(f"x: must be [M, {weight.columns}] bfloat16 or float16, is {list(x.shape)} {x.dtype}")
@@ -264,7 +267,7 @@ def _check(x: Tensor, weight: FewBitsWeight, bias: Tensor, out: Tensor, num_expe
 
 
 _COLUMNS = 4096
-_COMMON = (
+COMMON = (
     QuantFormat("Q4_K", 4, 32, super_group=256, offsets="minimum"),
     QuantFormat("Q6_K", 6, 16, zero=32, super_group=256),
     QuantFormat("Q4_0", 4, 32, zero=8),
@@ -273,6 +276,7 @@ _COMMON = (
     QuantFormat("fp8", 8, 128, values="e4m3", scale="float32"),
     QuantFormat("w8a8", 8, _COLUMNS, zero=128, scale="bfloat16"),
 )
+"""Formats that models have most."""
 _RARE = (
     QuantFormat("Q4_1", 4, 32, offsets="minimum"),
     QuantFormat("Q5_0", 5, 32, zero=16),
@@ -290,19 +294,19 @@ _RARE = (
 
 def variants() -> list[Variant]:
     """Return common formats with every tile, rare ones with the least and the largest."""
-    found = [_variant(kind, tile, "bf16", "bf16") for kind in _COMMON for tile in _tiles(kind)]
-    found += [_variant(kind, tile, "bf16", "bf16") for kind in _RARE for tile in (_tiles(kind)[0], _tiles(kind)[-1])]
-    for kind in _COMMON:
-        found.append(_variant(kind, _tiles(kind)[0], "bf16", "fp32", partial=True))
-        found.append(_variant(kind, _tiles(kind)[0], "fp16", "fp16"))
+    found = [variant_of(kind, tile, "bf16", "bf16") for kind in COMMON for tile in _tiles(kind)]
+    found += [variant_of(kind, tile, "bf16", "bf16") for kind in _RARE for tile in (_tiles(kind)[0], _tiles(kind)[-1])]
+    for kind in COMMON:
+        found.append(variant_of(kind, _tiles(kind)[0], "bf16", "fp32", partial=True))
+        found.append(variant_of(kind, _tiles(kind)[0], "fp16", "fp16"))
     # To logits; and with halves of 32 columns.
-    found += [_variant(_COMMON[1], tile, "bf16", "fp32") for tile in _tiles(_COMMON[1])]
-    found += [_variant(kind, _TILES[0], "bf16", "bf16", columns=576) for kind in _COMMON[2:4]]
-    of_experts = [(kind, TILE_ROWS) for kind in (_COMMON[0], _RARE[6])]
-    of_experts += [(kind, (TILE_ROWS[0], TILE_ROWS[-1])) for kind in _COMMON[1:]]
+    found += [variant_of(COMMON[1], tile, "bf16", "fp32") for tile in _tiles(COMMON[1])]
+    found += [variant_of(kind, _TILES[0], "bf16", "bf16", columns=576) for kind in COMMON[2:4]]
+    of_experts = [(kind, TILE_ROWS) for kind in (COMMON[0], _RARE[6])]
+    of_experts += [(kind, (TILE_ROWS[0], TILE_ROWS[-1])) for kind in COMMON[1:]]
     for kind, counts in of_experts:
         tiles = [tile_of_experts(rows, kind) for rows in counts]
-        found += [_variant(kind, tile, "bf16", "bf16", experts=True) for tile in tiles]
+        found += [variant_of(kind, tile, "bf16", "bf16", experts=True) for tile in tiles]
     return found
 
 
@@ -310,7 +314,7 @@ def _tiles(kind: QuantFormat) -> list[FewBitsTile]:
     return list(dict.fromkeys(tile_of(rows, kind) for rows in TILE_ROWS))
 
 
-def _variant(
+def variant_of(
     kind: QuantFormat,
     tile: FewBitsTile,
     rows: str,
@@ -320,6 +324,7 @@ def _variant(
     columns: int = _COLUMNS,
     experts: bool = False,
 ) -> Variant:
+    """Return the product of a format by a tile, rows and results of these types; partial: of a part of the columns."""
     layout = FewBitsLayout(kind, columns)
     planes, known = plane_arguments(layout)
     constants = _constants(layout, tile, rows == "bf16", partial=partial) | known

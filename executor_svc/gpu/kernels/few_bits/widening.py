@@ -15,6 +15,8 @@ from executor_svc.gpu.kernels.few_bits.numbers import weight_of_step
 from executor_svc.gpu.kernels.variant import Variant
 
 _WARPS, _STAGES = 4, 1
+_WIDE_BYTES = 1 << 27
+"""Of a weight in 16 bits that many rows are multiplied with at a time."""
 
 
 @triton.jit
@@ -35,6 +37,12 @@ def _widen(
     at, inside = out + row.to(tl.int64) * columns + column, tile * TILE + lane[:, None] < end
     tl.store(at, first.to(out.dtype.element_ty), mask=inside & (column < columns))
     tl.store(at + HALF, second.to(out.dtype.element_ty), mask=inside & (column + HALF < columns))
+
+
+def rows_at_once(weight: FewBitsWeight) -> int:
+    """Return how many rows of a weight are widened at a time: a multiple of tiles, or all."""
+    rows = max(TILE, _WIDE_BYTES // (2 * weight.columns) // TILE * TILE)
+    return min(rows, weight.rows)
 
 
 def widen(weight: FewBitsWeight, first: int, out: Tensor) -> None:

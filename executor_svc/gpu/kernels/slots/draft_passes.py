@@ -276,7 +276,6 @@ def variants() -> list[Variant]:
         num_stages=1,
         fp_fusion=False,
         no_spills=True,
-        quick=True,
     )
     return [*first, following]
 

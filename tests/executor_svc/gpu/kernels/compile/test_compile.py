@@ -136,7 +136,7 @@ def kernel(target):
 
 
 INTERPRETED = Variant("interpreted", InterpretedFunction(kernel), {"target": "*i32"}, {}, wgmma=True, copies=True)
-BUILD = Build("interpreted", 90, 32, 16, 1024, 0, 0, 0, True, False, 4, 4, 1, 0.1)
+BUILD = Build("interpreted", 90, 32, 16, 1024, 0, 0, 0, True, False, ("wgmma m64n64k16",), 1, 4, 4, 1, 0.1)
 
 
 def test_the_interpreter_is_refused():

@@ -31,13 +31,14 @@ from executor_svc.sampling.row_math import are_all, argmax, chunks, fold_sum, so
 
 # Numbers of candidates to try, in order; a row's number depends on its own parameters and logits only.
 _PREFIXES = (128, 2048)
+_NON_FINITE = np.int64(SlotError.NON_FINITE_LOGITS)
 # Elements of a full-vocabulary draw held at once, for each thread: small enough for the L2 cache.
 _TILE_ELEMENTS = 32768
 
 
 def sample_greedy(best: IntArray) -> SampledTokens:
     """Choose the most likely token of each of R rows without edits; best: [R], as from `row_math.argmax`."""
-    return SampledTokens(best, np.where(best < 0, int(SlotError.NON_FINITE_LOGITS), 0), None)
+    return SampledTokens(best, (best < 0) * _NON_FINITE, None)
 
 
 def sample(

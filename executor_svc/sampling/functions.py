@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from executor_svc.plan.arrays import FloatArray, IntArray
 from executor_svc.sampling.noise import uniform
 
 
@@ -32,6 +33,22 @@ class RowFunctions(Protocol):
         """
         ...
 
+    def draw(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        peak: FloatArray,
+        temperature: FloatArray,
+        floor: FloatArray | None,
+        keys: IntArray,
+    ) -> IntArray | None:
+        """Return a token [n] for each of the rows [n] of logits [L, vocab] float32, contiguous, from all of them.
+
+        It is the first of the largest of (logit - peak) / temperature + `gumbel` of the row's key, without those whose
+        first part is below the floor: [n] each, float32, keys int64. None: this device has no such function.
+        """
+        ...
+
 
 class TorchFunctions:
     """PyTorch's functions, for GPUs: on the CPU their bits depend on the processor."""
@@ -45,3 +62,14 @@ class TorchFunctions:
     def gumbel(self, keys: Tensor, token_ids: Tensor) -> Tensor:
         v: Tensor = uniform(keys, token_ids)
         return torch.neg(v, out=v).log1p_().neg_().log_().neg_()
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        peak: FloatArray,
+        temperature: FloatArray,
+        floor: FloatArray | None,
+        keys: IntArray,
+    ) -> IntArray | None:
+        return None

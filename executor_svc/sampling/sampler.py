@@ -93,15 +93,17 @@ def _draw(
 
     best: [n] ids of their largest logits; columns: those of these n rows.
     """
-    drawn = _LogitsRows.of(logits, rows, best, columns, functions)
     top_k, vocab = columns["top_k"], logits.shape[1]
     limited = (top_k > 0) & (top_k < vocab)
-    nucleus = columns["top_p"] < 1
+    searched = limited | (columns["top_p"] < 1)
+    if not searched.any():
+        return _draw_from_all(logits, rows, best, columns, functions)
     tokens = np.empty(len(best), np.int64)
-    full = np.flatnonzero(~(limited | nucleus))
-    if len(full):
-        tokens[full] = _race_all(drawn.take(full)).cpu().numpy()
-    pending = np.flatnonzero(limited | nucleus)
+    if not searched.all():
+        (full,) = (~searched).nonzero()
+        tokens[full] = _draw_from_all(logits, rows[full], best[full], columns.take(full), functions)
+    drawn = _LogitsRows.of(logits, rows, best, columns, functions)
+    (pending,) = searched.nonzero()
     for size in (*_PREFIXES, vocab):
         ready = pending[(top_k[pending] <= size) | ~limited[pending] | (size >= vocab)]
         undecided: list[IntArray] = [pending[~np.isin(pending, ready)]]
@@ -113,6 +115,25 @@ def _draw(
         if not len(pending):
             break
     return tokens
+
+
+def _draw_from_all(
+    logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns, functions: RowFunctions
+) -> IntArray:
+    """As `_draw`, for rows without top_k and top_p."""
+    if logits.device.type == "cpu":
+        peak, keys = logits.numpy()[rows, best], _keys(columns)
+        floor = row_floors(logits, rows, torch.from_numpy(peak[:, None]), columns.numbers)
+        kept = None if floor is None else floor.numpy()[:, 0]
+        tokens = functions.draw(logits, rows, peak, columns["temperature"], kept, keys)
+        if tokens is not None:
+            return tokens
+    result: IntArray = _race_all(_LogitsRows.of(logits, rows, best, columns, functions)).cpu().numpy()
+    return result
+
+
+def _keys(columns: SamplingColumns) -> IntArray:
+    return row_keys(columns["seed"], columns["sample_index"], columns.position, DrawPurpose.SAMPLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +166,7 @@ class _LogitsRows:
         def column(values: IntArray | FloatArray) -> Tensor:
             return torch.from_numpy(values[:, None]).to(device)
 
-        key = row_keys(columns["seed"], columns["sample_index"], columns.position, DrawPurpose.SAMPLE)
+        key = _keys(columns)
         index = column(rows)[:, 0]
         peak = logits[index, column(best)[:, 0]][:, None]
         return cls(

@@ -64,7 +64,8 @@ def sample(
         drawn[edits.rows] = False
     plain = np.flatnonzero(drawn & (errors == 0))
     if len(plain):
-        tokens[plain] = _draw(logits, source_rows(plain, sources), tokens[plain], columns.take(plain), functions)
+        their = columns if len(plain) == len(tokens) else columns.take(plain)
+        tokens[plain] = _draw(logits, source_rows(plain, sources), tokens[plain], their, functions)
     requested = np.flatnonzero((columns["num_logprobs"] >= 0) & (errors == 0))
     num_top = columns["num_logprobs"][requested]
     logprobs = None

@@ -30,6 +30,8 @@ class CpuRowFunctions:
         self._team = team
         self._exp, self._gumbel = _exp_kernel(code), _gumbel_kernel(code)
         self._race = Race(code, team)
+        self._programs: dict[tuple[str, int], LaunchProgram] = {}
+        """By kernel and pieces of a row: to make one takes longer than to run it for few rows."""
 
     def exp(self, x: Tensor, shift: Tensor) -> Tensor:
         assert x.is_contiguous()
@@ -62,7 +64,12 @@ class CpuRowFunctions:
     def _run(self, kernel: str, shape: torch.Size, *arguments: int) -> None:
         rows, width = shape
         pieces = -(-width // _PIECE)
-        LaunchProgram(self._team, [KernelLaunch(kernel, "rows", 1, pieces, (width, pieces, *arguments))]).run(rows=rows)
+        program = self._programs.get((kernel, pieces))
+        if program is None:
+            launch = KernelLaunch(kernel, "rows", 1, pieces, (width, pieces, *arguments))
+            program = self._programs[kernel, pieces] = LaunchProgram(self._team, [launch])
+        program.set_arguments(width, pieces, *arguments)
+        program.run(rows=rows)
 
 
 def _exp_kernel(code: Code) -> str:

@@ -88,6 +88,11 @@ class LaunchProgram:
                 assert {row} <= {*self._starts} & {*self._ends}, "a launch that is counted in memory runs by itself"
                 self._table[row, [_ITEMS_AT, _AWAITED_AT]] = launch.counted_at
 
+    def set_arguments(self, *arguments: int) -> None:
+        """Set what the program's only launch has after its count."""
+        assert len(self._arguments) == 1
+        self._arguments[0, 1 : 1 + len(arguments)] = arguments
+
     def run(self, **counts: int) -> None:
         """Run all launches, in order; return when they are done."""
         if counts != self._last:

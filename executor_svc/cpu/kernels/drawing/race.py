@@ -65,7 +65,8 @@ class Race:
         # The first of equal ones, as within a piece: ties go to the lowest id.
         best = scores.argmax(axis=1)
         places: IntArray = self._places[: count * pieces].reshape(count, pieces)[np.arange(count), best]
-        return places + best * _PIECE
+        found: IntArray = places + best * _PIECE
+        return found
 
     def _make_room(self, count: int, pieces: int) -> None:
         self._room, self._program = count, None

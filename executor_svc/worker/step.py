@@ -13,13 +13,13 @@ from torch import Tensor
 
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import LogprobColumns, SlotError, StepResult, StepTimings
-from executor_svc.batch.decode_batch import StepBatches
 from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.state_steps import check_admitted_states, states_of_step
+from executor_svc.batch.step_batches import StepBatches
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
 from executor_svc.device.interface import is_device_lost, is_out_of_memory
 from executor_svc.device.state_layout import StateHeaders

@@ -16,11 +16,11 @@ from cadenza_common.plan.result import SlotError, StepTimings
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch import slots as slots_module
 from executor_svc.batch import step_result
-from executor_svc.batch.decode_batch import StepBatches
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import SampledRows, Scheduled
 from executor_svc.batch.slots import Slots
+from executor_svc.batch.step_batches import StepBatches
 from executor_svc.batch.step_result import Computed, SampledTokens, make_result
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 from tests.helpers.scheduler.fake_executor import LIMITS

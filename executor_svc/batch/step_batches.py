@@ -23,7 +23,7 @@ class StepBatches:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._decode: DecodeBatch | None = None
+        self._decode: DecodeTensors | None = None
 
     def build(self, scheduled: Scheduled, places: IntArray | None, states: StepStates | None) -> ForwardBatch | None:
         """Arguments as in `build_batch`."""
@@ -32,12 +32,12 @@ class StepBatches:
             return build_batch(self._slots, scheduled, places, states)
         decode = self._decode
         if decode is None or decode.scheduled is not scheduled or not decode.set():
-            decode = self._decode = DecodeBatch(self._slots, scheduled)
+            decode = self._decode = DecodeTensors(self._slots, scheduled)
             decode.set()
         return decode.batch
 
 
-class DecodeBatch:
+class DecodeTensors:
     """The tensors of one token for each of a step's S slots, without adapters, states and KV groups."""
 
     def __init__(self, slots: Slots, scheduled: Scheduled) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,6 +13,8 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slot_states import SavedStates
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray, column, float_column
 
+_NONE: Sequence[int] = array("q")
+"""A column of a result that has no entries."""
 NOT_ACCEPTED = -1
 """In place of an error: the row stands behind a draft that was not accepted, and gives no token."""
 LATE = -2
@@ -155,7 +159,11 @@ def _result_of_tokens(
     return StepResult(
         step_id=step_id,
         slots=column(slots),
+        num_tokens=_NONE,
         token_ids=column(sampled.token_ids),
+        num_drafts=_NONE,
+        num_accepted=_NONE,
+        error_slots=_NONE,
         logprobs={} if sampled.logprobs is None else _logprobs(computed, slots),
         saved_slots=() if saved is None else column(saved.slots),
         saved_positions=() if saved is None else column(saved.positions),

@@ -169,6 +169,7 @@ def test_a_result_of_tokens_alone_is_as_any_other(num_slots: int, logprobs: bool
     for field in dataclasses.fields(one):
         mine, theirs = getattr(one, field.name), getattr(other, field.name)
         plain = not isinstance(mine, dict | StepTimings) and hasattr(mine, "__len__") and not isinstance(mine, str)
+        assert type(mine) is type(theirs), field.name
         assert (list(mine) == list(theirs)) if plain else (mine == theirs), field.name
 
 

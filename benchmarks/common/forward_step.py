@@ -97,8 +97,6 @@ def step_batch(chunks: Sequence[tuple[int, int]], layout: KVLayout) -> ForwardBa
         block_tables=tables[:, 0] if num_tables == 1 else tables,
         logits_rows=ends - 1,
         rope_lens=positions + 1,
-        max_query_len=max(count for _, count in chunks),
-        max_seq_len=max(context + count for context, count in chunks),
         states=_states(chunks, _NUM_BLOCKS * num_tables, layout.pages_per_state) if layout.pages_per_state else None,
     )
 

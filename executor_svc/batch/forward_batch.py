@@ -36,8 +36,6 @@ class ForwardBatch:
     """[L] int64: indices into T of the tokens whose logits the step needs."""
     rope_lens: Tensor
     """[T] int64: max(prompt length, position + 1), the length that length-dependent rotary embeddings use."""
-    max_query_len: int
-    max_seq_len: int
     adapter_places: IntArray | None = None
     """[T]: the place of each token's adapter on the device, -1 for none; None: no token has one."""
     states: StepStates | None = None
@@ -81,8 +79,7 @@ def flat_batch(
         owner = np.repeat(rows, counts)
         positions = np.arange(starts[-1]) + np.repeat(context - starts[:-1], counts)
     rope_lens = np.maximum(slots.num_prompt_tokens[owner], positions + 1)
-    max_seq_len = int(seq_lens.max())
-    width = -(-max_seq_len // block_size)
+    width = -(-int(seq_lens.max()) // block_size)
     # Entries after the end of a block table, and before its window, are 0 or blocks of an earlier sequence or of this
     # one: valid, but without meaning.
     if slots.limits.num_tables == 1:
@@ -98,8 +95,6 @@ def flat_batch(
         block_tables=torch.from_numpy(tables),
         logits_rows=torch.from_numpy(logits_rows),
         rope_lens=torch.from_numpy(rope_lens),
-        max_query_len=int(counts.max()),
-        max_seq_len=max_seq_len,
         adapter_places=None if places is None else places[owner],
         states=states,
     )

@@ -78,7 +78,8 @@ class MirrorSlots(Slots):
         failed = (reported.errors != 0) & first & ~late
         self.num_tokens[slots[same_sequence & samples & (failed | late | idle)]] -= 1
         self.num_computed_tokens[slots[same_sequence & (late | idle)]] -= 1
-        self.stopped[slots[same_sequence & failed]] = True
+        if (failed | late | idle).any():
+            self._stop(slots[same_sequence & failed])
         received = same_sequence & samples & (reported.errors == 0) & ~idle
         for index in range(int(ahead.max(initial=0)) + 1):
             these = np.flatnonzero(received & (ahead == index))
@@ -90,4 +91,6 @@ class MirrorSlots(Slots):
     def _receive(self, slots: IntArray, token_ids: IntArray, positions: IntArray) -> None:
         """Write a token [n] of each of n slots, no slot twice, which are counted already."""
         self._write_tokens(slots, positions, token_ids)
-        self.stopped[slots[self.ends(slots, token_ids, positions)]] = True
+        ends = self.ends(slots, token_ids, positions)
+        if ends.any():
+            self._stop(slots[ends])

@@ -28,9 +28,25 @@ def check_supported(plan: StepPlan, limits: Limits) -> None:
         raise InvalidPlan("not supported by this executor: state_saves, as the model has no recurrent state")
 
 
+def changes_ready(plan: StepPlan) -> bool:
+    """Return whether the plan may change which slots are ready: blocks and saves alone do not."""
+    return bool(
+        plan.admitted
+        or len(plan.released_slots)
+        or len(plan.held_slots)
+        or len(plan.resumed_slots)
+        or len(plan.given_slots)
+    )
+
+
+def changes_slots(plan: StepPlan) -> bool:
+    """Return whether the plan has anything that slots apply: most plans only let all go on."""
+    return bool(changes_ready(plan) or len(plan.append_slots) or plan.group_appends or plan.state_saves)
+
+
 def check_block_moves(plan: StepPlan, limits: Limits) -> None:
     """Check block ids, and that no destination is written twice and no result depends on the order of moves."""
-    if not any(len(moves.sources) for moves in (plan.swap_out, plan.copies, plan.swap_in)):
+    if not (plan.swap_out or plan.copies or plan.swap_in):
         return
     device, host = limits.num_device_blocks, limits.num_host_blocks
     _check_moves(plan.swap_out, device, host, "swap_out")

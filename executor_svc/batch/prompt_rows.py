@@ -37,6 +37,8 @@ class PromptRows:
 
 def prompt_rows(slots: Slots, scheduled: Scheduled) -> PromptRows | None:
     """Return the prompt tokens that the scheduled tokens predict, before `commit`; None if none is requested."""
+    if scheduled.is_one_each:
+        return None
     num_top = slots.sampling["num_prompt_logprobs"][scheduled.slots]
     if (num_top < 0).all():
         return None

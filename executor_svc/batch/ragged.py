@@ -51,10 +51,6 @@ class SlotLists:
         """Empty these slots' lists."""
         self._lengths[slots] = 0
 
-    def any_of(self, slots: IntArray) -> bool:
-        """Return whether any of these slots has a list that is not empty."""
-        return bool(self._lengths[slots].any())
-
     def locate(self, slots: IntArray) -> tuple[IntArray, IntArray]:
         """Return (index into slots, place in the columns) of every element of these slots' lists, in order."""
         return spans(self._starts[slots], self._lengths[slots])

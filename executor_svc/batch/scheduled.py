@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import StepPlan
 from executor_svc.batch.ragged import spans
 from executor_svc.plan.arrays import BoolArray, IntArray, ints
@@ -67,11 +68,16 @@ class Scheduled:
     """[S] number of drafts at the end of each slot's tokens; None: there are no drafts."""
     drafted: SampledRows | None = None
     """The rows with drafts."""
+    is_one_each: bool = False
+    """Whether each of the slots computes one token, behind its prompt's last but one, and samples from its own row."""
+    is_greedy: bool = False
+    """Whether it is known that all of its rows are greedy, as in `SlotSampling.greedy`."""
+    rows: SampledRows = field(init=False, repr=False, compare=False)
+    """The rows from which the step samples: without drafts one for each of sampling_slots."""
 
-    @property
-    def rows(self) -> SampledRows:
-        """The rows from which the step samples: without drafts one for each of sampling_slots."""
-        return self.drafted or SampledRows(self.sampling_slots, None, self.sources, self.candidates)
+    def __post_init__(self) -> None:
+        rows = self.drafted or SampledRows(self.sampling_slots, None, self.sources, self.candidates)
+        object.__setattr__(self, "rows", rows)
 
     @property
     def logits_slots(self) -> IntArray:
@@ -106,6 +112,7 @@ class Scheduled:
             samples=samples,
             sampling_slots=self.sampling_slots[~idle],
             idle_slots=np.sort(np.concatenate((self.idle_slots, self.sampling_slots[idle]))),
+            is_one_each=False,
         )
 
     def with_drafts(self, num_drafts: IntArray) -> Scheduled:
@@ -124,8 +131,32 @@ class Scheduled:
             candidates=(counts.cumsum() - counts)[self.candidates],
         )
         return replace(
-            self, num_tokens=self.num_tokens + num_drafts, num_drafts=num_drafts, sources=sources, drafted=rows
+            self,
+            num_tokens=self.num_tokens + num_drafts,
+            num_drafts=num_drafts,
+            sources=sources,
+            drafted=rows,
+            is_one_each=False,
         )
+
+
+def one_each(slots: IntArray, candidates: IntArray, *, is_greedy: bool) -> Scheduled:
+    """Return the work of a step in which each of the slots [S] that are ready computes one token.
+
+    candidates, is_greedy: as in `Scheduled`.
+    """
+    ones = np.ones(len(slots), np.int64)
+    return Scheduled(
+        slots=slots,
+        num_tokens=ones,
+        samples=ones.astype(np.bool_),
+        idle_slots=slots[:0],
+        sampling_slots=slots,
+        sources=None,
+        candidates=candidates,
+        is_one_each=True,
+        is_greedy=is_greedy,
+    )
 
 
 class NamedSlots(NamedTuple):
@@ -140,3 +171,24 @@ def named_slots(plan: StepPlan) -> NamedSlots:
     """Return the plan's columns as arrays."""
     samples: BoolArray = ints(plan.scheduled_samples).astype(np.bool_)
     return NamedSlots(ints(plan.scheduled_slots), ints(plan.scheduled_num_tokens), samples)
+
+
+def check_counts(part: NamedSlots, left: IntArray, running: BoolArray) -> None:
+    """Check the counts of named slots: they compute known tokens, and sample only after all of these; [n] each.
+
+    left: the known tokens that are not computed. running: which have not stopped. Raises InvalidPlan.
+    """
+    over = running & (part.num_tokens > left)
+    if over.any():
+        i = over.argmax()
+        raise InvalidPlan(
+            f"scheduled: slot {part.slots[i]} would compute {part.num_tokens[i]} tokens, but only {left[i]} of its "
+            "known tokens are not computed"
+        )
+    early = running & part.samples & ((part.num_tokens < left) | (part.num_tokens == 0))
+    if early.any():
+        i = early.argmax()
+        raise InvalidPlan(
+            f"scheduled: slot {part.slots[i]} would sample after {part.num_tokens[i]} of {left[i]} tokens that are "
+            "not computed: it must compute all its known tokens, and one at least"
+        )

@@ -28,6 +28,8 @@ class SlotSampling:
         self.greedy = np.zeros(n, np.bool_)
         """Whether a slot's token is the most likely one of its unedited logits, without logprobs or candidates."""
         self.stop_ids = SlotLists(n, np.int32)
+        self._may_stop = np.zeros(limits.vocab_size, np.bool_)
+        """Of each token: whether it is a stop id of a slot, or was one of an earlier sequence's since `clear`."""
         self.allowed_ids = SlotLists(n, np.int32)
         self.biases = SlotLists(n, np.int32, np.float32)
         # The concatenated tokens of a slot's words, and the number of tokens of the word that follow each.
@@ -44,6 +46,7 @@ class SlotSampling:
         for need, on in self._on.items():
             on[slot] = need in needs
         self.stop_ids.put(slot, sampling.stop_token_ids)
+        self._may_stop[ints(sampling.stop_token_ids)] = True
         self.allowed_ids.put(slot, sampling.allowed_token_ids)
         self.biases.put(slot, sampling.bias_token_ids, sampling.biases)
         self.bad_words.put(slot, *_joined(sampling.bad_words))
@@ -79,6 +82,11 @@ class SlotSampling:
         counts_prompt = sequence.sampling.repetition_penalty != 1
         self._counts.restart(sequence.slot, prompt if counts_prompt else prompt[:0], output)
 
+    def clear(self) -> None:
+        """Discard the lists of all sequences."""
+        self.release(np.arange(self._limits.num_slots))
+        self._may_stop[:] = False
+
     def release(self, slots: IntArray) -> None:
         """Discard the lists of sequences that have ended."""
         for lists in (self.stop_ids, self.allowed_ids, self.biases, self.bad_words):
@@ -91,9 +99,10 @@ class SlotSampling:
 
     def are_stop_ids(self, slots: IntArray, token_ids: IntArray) -> BoolArray:
         """Return [n]: whether each token is one of its slot's stop ids."""
-        found = np.zeros(len(slots), np.bool_)
-        if not self.stop_ids.any_of(slots):
+        found = self._may_stop[token_ids]
+        if not found.any():
             return found
+        found[:] = False
         owner, places = self.stop_ids.locate(slots)
         found[owner[self.stop_ids.columns[0][places] == token_ids[owner]]] = True
         return found

@@ -16,9 +16,15 @@ from cadenza_common.plan.errors import InvalidPlan
 from cadenza_common.plan.plan import AdmittedSequence, StateSaves, StepPlan
 from executor_svc.batch.block_tables import TablePlaces, check_appends
 from executor_svc.batch.forks import check_forks, with_forks
-from executor_svc.batch.plan_checks import check_admission, check_block_moves, check_supported
+from executor_svc.batch.plan_checks import (
+    changes_ready,
+    changes_slots,
+    check_admission,
+    check_block_moves,
+    check_supported,
+)
 from executor_svc.batch.ragged import spans
-from executor_svc.batch.scheduled import NamedSlots, Scheduled, named_slots
+from executor_svc.batch.scheduled import NamedSlots, Scheduled, check_counts, named_slots, one_each
 from executor_svc.batch.slot_sampling import SlotSampling
 from executor_svc.batch.slot_states import SlotStates
 from executor_svc.batch.writes import Writes
@@ -37,6 +43,8 @@ class Slots:
         # compute: for the last sampled token.
         self.token_ids = np.zeros((n, limits.max_model_len + 1), np.int32)
         self.tables = np.zeros((n, limits.num_tables, limits.max_blocks_per_seq), np.int32)
+        self.tables_version = 0
+        """Grows with each change of `tables`."""
         self.num_tokens = np.zeros(n, np.int64)
         self.num_prompt_tokens = np.zeros(n, np.int64)
         self.num_computed_tokens = np.zeros(n, np.int64)
@@ -56,6 +64,8 @@ class Slots:
         self.states = SlotStates(limits)
         self.writes = Writes(kept=compared)
         """Of tokens, blocks and admissions."""
+        self._decoding: Scheduled | None = None
+        """The work of a plan that only lets ready slots go on, until another plan or a token changes who is ready."""
 
     @property
     def block_tables(self) -> NDArray[np.int32]:
@@ -70,9 +80,10 @@ class Slots:
 
     def clear(self) -> None:
         """Free every slot."""
+        self._decoding = None
         self.writes.clear()
         self.admitted[:] = False
-        self.sampling.release(np.arange(self.limits.num_slots))
+        self.sampling.clear()
         self.states.clear()
 
     def ready(self) -> BoolArray:
@@ -87,8 +98,12 @@ class Slots:
         Returns the plan with complete admissions: no sequence has a source.
         """
         check_supported(plan, self.limits)
-        self._release(ints(plan.released_slots))
         check_block_moves(plan, self.limits)
+        if not changes_slots(plan):
+            return plan
+        if changes_ready(plan):
+            self._decoding = None
+        self._release(ints(plan.released_slots))
         if any(sequence.source is not None for sequence in plan.admitted):
             plan = replace(plan, admitted=[self._admit_with_source(sequence) for sequence in plan.admitted])
         else:
@@ -179,6 +194,7 @@ class Slots:
         self.sampling.admit(sequence)
         counts = slot, sequence.num_prompt_tokens, sequence.max_drafts, sequence.adapter_index, self.max_len[slot]
         self.writes.add(counts, token_ids)
+        self.tables_version += 1
         for table, first, pages in self.places.admitted(sequence):
             self.tables[slot, table, first : first + len(pages)] = pages
             self.writes.add((table, first), pages)
@@ -192,6 +208,7 @@ class Slots:
                 self.check_admitted(ints(named), "appends")
         check_appends(plan, self.limits)
         for table, slots, places, pages in self.places.appended(plan):
+            self.tables_version += 1
             self.tables[slots, table, places] = pages
             self.writes.add((table,), slots, places, pages)
 
@@ -222,6 +239,9 @@ class Slots:
 
     def schedule(self, plan: StepPlan) -> Scheduled:
         """Return the work of an applied plan: its explicit slots and, with decode_ready, every other ready slot."""
+        if plan.decode_ready and not len(plan.scheduled_slots) and not len(plan.fork_slots):
+            return self._schedule_ready()
+        self._decoding = None
         part, forks = named_slots(plan), ints(plan.fork_slots)
         self._check_scheduled(part)
         check_forks(self, plan, part)
@@ -250,6 +270,19 @@ class Slots:
         self._check_limits(scheduled)
         return scheduled
 
+    def _schedule_ready(self) -> Scheduled:
+        """Return what `schedule` does for a plan without explicit slots; while the same slots are ready, the same."""
+        scheduled = self._decoding
+        if scheduled is None:
+            (slots,) = self.ready().nonzero()
+            (candidates,) = self.sampling["num_candidates"][slots].nonzero()
+            scheduled = one_each(slots, candidates, is_greedy=bool(self.sampling.greedy[slots].all()))
+            self._check_counts(scheduled)
+            if not len(candidates):  # they wait for a token of a plan
+                self._decoding = scheduled
+        self._check_ends(scheduled)
+        return scheduled
+
     def _check_scheduled(self, part: NamedSlots) -> None:
         """Check explicit counts against known tokens. A stopped slot computes nothing, so it accepts any count."""
         if not len(part.slots):
@@ -257,24 +290,14 @@ class Slots:
         self.check_admitted(part.slots, "scheduled")
         check_unique(part.slots, "scheduled: slot")
         left = self.num_tokens[part.slots] - self.num_computed_tokens[part.slots]
-        running = ~self.stopped[part.slots]
-        over = running & (part.num_tokens > left)
-        if over.any():
-            i = over.argmax()
-            raise InvalidPlan(
-                f"scheduled: slot {part.slots[i]} would compute {part.num_tokens[i]} tokens, but only {left[i]} of its "
-                "known tokens are not computed"
-            )
-        early = running & part.samples & ((part.num_tokens < left) | (part.num_tokens == 0))
-        if early.any():
-            i = early.argmax()
-            raise InvalidPlan(
-                f"scheduled: slot {part.slots[i]} would sample after {part.num_tokens[i]} of {left[i]} tokens that are "
-                "not computed: it must compute all its known tokens, and one at least"
-            )
+        check_counts(part, left, ~self.stopped[part.slots])
 
     def _check_limits(self, scheduled: Scheduled) -> None:
         """Check the step against the limits, and each sequence against its block table and max_model_len."""
+        self._check_counts(scheduled)
+        self._check_ends(scheduled)
+
+    def _check_counts(self, scheduled: Scheduled) -> None:
         limits = self.limits
         slots, counts = scheduled.slots, scheduled.num_tokens
         if len(slots) > limits.max_num_seqs:
@@ -286,10 +309,13 @@ class Slots:
         num_rows = len(scheduled.sampling_slots)
         if num_rows > limits.max_num_seqs:
             raise InvalidPlan(f"forks: {num_rows} slots would sample: over max_num_seqs {limits.max_num_seqs}")
-        ends = self.num_computed_tokens[slots] + counts
-        too_long = ends > limits.max_model_len
+
+    def _check_ends(self, scheduled: Scheduled) -> None:
+        slots = scheduled.slots
+        ends = self.num_computed_tokens[slots] + scheduled.num_tokens
+        too_long = ends > self.limits.max_model_len
         if too_long.any():
-            raise InvalidPlan(f"slot {slots[too_long][0]} would exceed max_model_len {limits.max_model_len}")
+            raise InvalidPlan(f"slot {slots[too_long][0]} would exceed max_model_len {self.limits.max_model_len}")
         self.places.check_room(slots, ends)
 
     def put_drafts(self, slots: IntArray, counts: IntArray, token_ids: IntArray) -> None:
@@ -314,7 +340,8 @@ class Slots:
         that they are ready again. None: there are none.
         """
         self.num_computed_tokens[scheduled.slots] += scheduled.num_tokens
-        self.stopped[scheduled.idle_slots] = True
+        if len(scheduled.idle_slots):
+            self.stopped[scheduled.idle_slots] = True
         slots, rows = scheduled.sampling_slots, scheduled.rows
         if scheduled.num_drafts is not None:
             self.num_computed_tokens[scheduled.slots] -= scheduled.num_drafts
@@ -338,12 +365,19 @@ class Slots:
     def _commit_tokens(self, slots: IntArray, token_ids: IntArray, taken: BoolArray, failed: BoolArray) -> None:
         """Add one token [n] to each of n slots, no slot twice, where it is taken; slots that failed stop."""
         if not taken.all():
-            self.stopped[slots[failed]] = True
+            self._stop(slots[failed])
             slots, token_ids = slots[taken], token_ids[taken]
         places = self.num_tokens[slots]
         self.num_tokens[slots] = places + 1
         self._write_tokens(slots, places, token_ids)
-        self.stopped[slots[self.ends(slots, token_ids, places)]] = True
+        ends = self.ends(slots, token_ids, places)
+        if ends.any():
+            self._stop(slots[ends])
+
+    def _stop(self, slots: IntArray) -> None:
+        """Let slots compute nothing more; none: other slots may be ready than before."""
+        self.stopped[slots] = True
+        self._decoding = None
 
     def _write_tokens(self, slots: IntArray, places: IntArray, token_ids: IntArray) -> None:
         """Write a token [n] of each of n slots at its place in the sequence, no slot twice."""
@@ -356,5 +390,7 @@ class Slots:
         stop = self.sampling.are_stop_ids(slots, token_ids)
         if stop.any():
             stop &= places + 1 - self.num_prompt_tokens[slots] >= self.sampling["min_tokens"][slots]
+        if not self.limits.max_drafts:
+            return stop
         drafts = self.max_drafts[slots] > 0
         return stop | (drafts & (places + 1 >= self.max_len[slots])) if drafts.any() else stop

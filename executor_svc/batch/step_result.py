@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,6 +13,8 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slot_states import SavedStates
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray, column, float_column
 
+_NONE: Sequence[int] = array("q")
+"""A column of a result that has no entries."""
 NOT_ACCEPTED = -1
 """In place of an error: the row stands behind a draft that was not accepted, and gives no token."""
 LATE = -2
@@ -113,6 +117,8 @@ def make_result(
     """Return the result of a step that has run."""
     sampled = computed.sampled
     rows = scheduled.rows
+    if scheduled.is_one_each and not len(rows.candidates) and not sampled.errors.any():
+        return _result_of_tokens(step_id, scheduled, computed, timings, digest)
     failed = sampled.errors > 0
     taken = scheduled.takes_token(sampled.valid)
     slots, counts = scheduled.sampling_slots, _counts(scheduled, taken)
@@ -142,6 +148,29 @@ def make_result(
         debug_digest=digest,
         num_sequences=len(scheduled.slots),
         num_computed=int(scheduled.num_tokens.sum()),
+    )
+
+
+def _result_of_tokens(
+    step_id: int, scheduled: Scheduled, computed: Computed, timings: StepTimings, digest: bytes
+) -> StepResult:
+    """Return what `make_result` does where each slot has computed one token, and sampled one."""
+    sampled, slots, saved = computed.sampled, scheduled.sampling_slots, computed.saved
+    return StepResult(
+        step_id=step_id,
+        slots=column(slots),
+        num_tokens=_NONE,
+        token_ids=column(sampled.token_ids),
+        num_drafts=_NONE,
+        num_accepted=_NONE,
+        error_slots=_NONE,
+        logprobs={} if sampled.logprobs is None else _logprobs(computed, slots),
+        saved_slots=() if saved is None else column(saved.slots),
+        saved_positions=() if saved is None else column(saved.positions),
+        timings=timings,
+        debug_digest=digest,
+        num_sequences=len(slots),
+        num_computed=len(slots),
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from executor_svc.batch.forward_batch import ForwardBatch
@@ -59,26 +61,51 @@ class ModelRunner:
             name="draft " if is_draft else "",
             adapters=adapters,
         )
+        # Through numpy: PyTorch's copy releases the interpreter's lock, and the step would wait to get it back.
+        self._sampled, self._token_ids, self._positions, self._best = (
+            tensor.numpy()
+            for tensor in (
+                self._recorded.sampled,
+                self._recorded.token_ids,
+                self._recorded.positions,
+                self._recorded.best,
+            )
+        )
         self._places: IntArray | None = None
         self.states = self._recorded.states
         """The states of the last step for a head; None without state_layers."""
         self._max_logits = limits.max_num_seqs
         self._batch_rows = self._recorded.sampled[:0]
+        self._batch: ForwardBatch | None = None
+        self._arrays: tuple[NDArray[np.int64], ...] = ()
+        """The logits rows, token ids and positions of the last batch, as arrays: decodes come in the same memory."""
+        self._num_tokens = self._num_sampled = 0
+        self._hidden, self._logits = self._recorded.hidden[:0], self._recorded.sampled_logits[:0]
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Write the batch's keys and values to the cache and return the hidden states [T, hidden] of its tokens.
 
         Recurrent states stand at the batch's ends then, in their headers too, and the batch's copies of them are made.
         """
-        recorded, num_tokens, num_sampled = self._recorded, len(batch.token_ids), len(batch.logits_rows)
+        if torch.is_inference_mode_enabled():  # To enter it again takes longer than to ask.
+            return self._forward(batch)
+        with torch.inference_mode():
+            return self._forward(batch)
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        if batch is not self._batch:
+            self._batch, self._batch_rows = batch, batch.logits_rows
+            self._arrays = batch.logits_rows.numpy(), batch.token_ids.numpy(), batch.positions.numpy()
+        recorded, (rows, token_ids, positions) = self._recorded, self._arrays
+        num_tokens, num_sampled = len(token_ids), len(rows)
         if num_sampled > self._max_logits:
             num_sampled = 0
-        self._batch_rows = batch.logits_rows
-        # Through numpy: PyTorch's copy releases the interpreter's lock, and the step would wait to get it back.
-        recorded.sampled.numpy()[:num_sampled] = batch.logits_rows.numpy()[:num_sampled]
-        recorded.token_ids.numpy()[:num_tokens] = batch.token_ids.numpy()
-        recorded.positions.numpy()[:num_tokens] = batch.positions.numpy()
+        if (num_tokens, num_sampled) != (self._num_tokens, self._num_sampled):
+            self._num_tokens, self._num_sampled = num_tokens, num_sampled
+            self._hidden, self._logits = recorded.hidden[:num_tokens], recorded.sampled_logits[:num_sampled]
+        self._sampled[:num_sampled] = rows[:num_sampled]
+        self._token_ids[:num_tokens] = token_ids
+        self._positions[:num_tokens] = positions
         self._model.fill_ropes(batch.positions, batch.rope_lens, recorded.ropes)
         for plan in recorded.plans:
             plan.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
@@ -89,18 +116,18 @@ class ModelRunner:
         if self._headers is not None and batch.states is not None:
             self._headers.write(batch.states.tables, batch.states.ends)
             self._headers.write(batch.states.save_tables, batch.states.save_positions)
-        return recorded.hidden[:num_tokens]
+        return self._hidden
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return the logits [R, vocab_size] fp32 of these rows [R] int64 of the last `forward`'s hidden states.
 
         A row's bits do not depend on the other rows, so many rows are computed in pieces.
         """
+        if rows is self._batch_rows and self._num_sampled:
+            return self._logits
         recorded, num_rows = self._recorded, rows.shape[0]
         if num_rows > self._max_logits:
             return torch.cat([self.logits(hidden, part).clone() for part in rows.split(self._max_logits)])
-        if rows is self._batch_rows:
-            return recorded.sampled_logits[:num_rows]
         recorded.requested[:num_rows] = rows
         recorded.run_logits(num_rows, None if self._places is None else self._places[rows.numpy()])
         return recorded.requested_logits[:num_rows]
@@ -112,8 +139,8 @@ class ModelRunner:
 
     def argmax(self, logits: Tensor) -> IntArray:
         """Return the most likely token [R] of each row of the last logits, as `row_math.argmax` does."""
-        if logits.data_ptr() == self._recorded.sampled_logits.data_ptr():
-            return self._recorded.best.numpy()[: len(logits)]
+        if logits is self._logits:
+            return self._best[: self._num_sampled]
         return argmax(logits)
 
 

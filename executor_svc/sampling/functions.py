@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from executor_svc.plan.arrays import FloatArray, IntArray
 from executor_svc.sampling.noise import uniform
 
 
@@ -34,6 +35,22 @@ class RowFunctions(Protocol):
         """
         ...
 
+    def draw(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        peak: FloatArray,
+        temperature: FloatArray,
+        floor: FloatArray | None,
+        keys: IntArray,
+    ) -> IntArray | None:
+        """Return a token [n] for each of the rows [n] of logits [L, vocab] float32, contiguous, from all of them.
+
+        It is the first of the largest of (logit - peak) / temperature + `gumbel` of the row's key, without those whose
+        first part is below the floor: [n] each, float32, keys int64. None: this device has no such function.
+        """
+        ...
+
 
 class TorchFunctions:
     """PyTorch's functions, for GPUs: on the CPU their bits depend on the processor."""
@@ -48,6 +65,17 @@ class TorchFunctions:
         v: Tensor = uniform(keys, token_ids)
         return torch.neg(v, out=v).log1p_().neg_().log_().neg_()
 
+    def draw(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        peak: FloatArray,
+        temperature: FloatArray,
+        floor: FloatArray | None,
+        keys: IntArray,
+    ) -> IntArray | None:
+        return None
+
 
 _BLOCK = 1 << 14
 """Numbers that PyTorch works out in one thread."""
@@ -55,7 +83,7 @@ _VECTOR = 64
 """Numbers that fill whole vectors, of any processor."""
 
 
-class BlockedFunctions:
+class BlockedFunctions(TorchFunctions):
     """PyTorch's functions, of whole vectors in one thread alone: a value's bits do not depend on its place.
 
     PyTorch works out the end of an array, and that of each thread's share, by other code than the rest. They may depend

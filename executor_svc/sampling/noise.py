@@ -20,6 +20,8 @@ _WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
+_FEW_ROWS = 8
+
 # The largest float32 below 1: -log1p of its negative is finite.
 BELOW_ONE = 1.0 - 2.0**-24
 
@@ -53,10 +55,22 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
     return out
 
 
+def philox_of_one(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """`philox4x32` of one counter and key: for a few of them integers are quicker than arrays."""
+    (a, b, c, d), (low, high) = counter, key
+    for _ in range(10):
+        even, odd = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = odd >> 32 ^ b ^ low, odd & 0xFFFFFFFF, even >> 32 ^ d ^ high, even & 0xFFFFFFFF
+        low, high = low + 0x9E3779B9 & 0xFFFFFFFF, high + 0xBB67AE85 & 0xFFFFFFFF
+    return a, b, c, d
+
+
 def row_keys(
     seeds: NDArray[np.uint64], sample_indices: NDArray[np.int64], positions: NDArray[np.int64], purpose: DrawPurpose
 ) -> NDArray[np.int64]:
     """Return a 64-bit key per row, [n] int64, of seed, sample index, the new token's absolute position and purpose."""
+    if len(seeds) <= _FEW_ROWS:
+        return _keys_of_few(seeds, sample_indices, positions, purpose)
     counter = np.zeros((4, len(seeds)), np.uint64)
     counter[0] = positions
     counter[1] = sample_indices
@@ -64,6 +78,16 @@ def row_keys(
     words = philox4x32(counter, np.stack((seeds & _LOW, seeds >> _32)))
     keys: NDArray[np.int64] = (words[0] | (words[1] << _32)).view(np.int64)
     return keys
+
+
+def _keys_of_few(
+    seeds: NDArray[np.uint64], sample_indices: NDArray[np.int64], positions: NDArray[np.int64], purpose: DrawPurpose
+) -> NDArray[np.int64]:
+    words = [
+        philox_of_one((position, index, int(purpose), 0), (seed & 0xFFFFFFFF, seed >> 32))
+        for seed, index, position in zip(seeds.tolist(), sample_indices.tolist(), positions.tolist(), strict=True)
+    ]
+    return np.array([first | second << 32 for first, second, _, _ in words], np.uint64).view(np.int64)
 
 
 def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:

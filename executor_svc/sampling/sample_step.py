@@ -34,17 +34,17 @@ def choose(
 ) -> SampledTokens:
     """Choose a token or candidates for each of scheduled.rows [Q]; before `commit`.
 
-    logits: [L, vocab] float32, contiguous; best: [L] the most likely token of each row, -1 if it cannot be sampled.
+    logits: [L, vocab] float32; best: [L] the most likely token of each row, -1 if it cannot be sampled.
     functions: the device's. masks: of the rows' grammars; None: no row has one. A row whose grammar and other
     constraints leave no token fails with GRAMMAR, or with NO_ALLOWED_TOKEN if it reports candidates.
     """
     rows = scheduled.rows
-    if slots.sampling.greedy[rows.slots].all():
+    if scheduled.is_greedy or slots.sampling.greedy[rows.slots].all():
         sampled = sample_greedy(best.copy() if rows.sources is None else best[rows.sources])
         if masks is not None:
             _choose_allowed(logits, sampled, rows.sources, masks)
     else:
-        sampled = _sample(logits, best, slots, scheduled, functions, masks)
+        sampled = _sample(logits.contiguous(), best, slots, scheduled, functions, masks)
     return sampled if masks is None else _with_errors(sampled, scheduled, masks)
 
 

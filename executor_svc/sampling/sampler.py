@@ -31,13 +31,14 @@ from executor_svc.sampling.row_math import are_all, argmax, chunks, fold_sum, so
 
 # Numbers of candidates to try, in order; a row's number depends on its own parameters and logits only.
 _PREFIXES = (128, 2048)
+_NON_FINITE = np.int64(SlotError.NON_FINITE_LOGITS)
 # Elements of a full-vocabulary draw held at once, for each thread: small enough for the L2 cache.
 _TILE_ELEMENTS = 32768
 
 
 def sample_greedy(best: IntArray) -> SampledTokens:
     """Choose the most likely token of each of R rows without edits; best: [R], as from `row_math.argmax`."""
-    return SampledTokens(best, np.where(best < 0, int(SlotError.NON_FINITE_LOGITS), 0), None)
+    return SampledTokens(best, (best < 0) * _NON_FINITE, None)
 
 
 def sample(
@@ -63,7 +64,8 @@ def sample(
         drawn[edits.rows] = False
     plain = np.flatnonzero(drawn & (errors == 0))
     if len(plain):
-        tokens[plain] = _draw(logits, source_rows(plain, sources), tokens[plain], columns.take(plain), functions)
+        their = columns if len(plain) == len(tokens) else columns.take(plain)
+        tokens[plain] = _draw(logits, source_rows(plain, sources), tokens[plain], their, functions)
     requested = np.flatnonzero((columns["num_logprobs"] >= 0) & (errors == 0))
     num_top = columns["num_logprobs"][requested]
     logprobs = None
@@ -92,15 +94,17 @@ def _draw(
 
     best: [n] ids of their largest logits; columns: those of these n rows.
     """
-    drawn = _LogitsRows.of(logits, rows, best, columns, functions)
     top_k, vocab = columns["top_k"], logits.shape[1]
     limited = (top_k > 0) & (top_k < vocab)
-    nucleus = columns["top_p"] < 1
+    searched = limited | (columns["top_p"] < 1)
+    if not searched.any():
+        return _draw_from_all(logits, rows, best, columns, functions)
     tokens = np.empty(len(best), np.int64)
-    full = np.flatnonzero(~(limited | nucleus))
-    if len(full):
-        tokens[full] = _race_all(drawn.take(full)).cpu().numpy()
-    pending = np.flatnonzero(limited | nucleus)
+    if not searched.all():
+        (full,) = (~searched).nonzero()
+        tokens[full] = _draw_from_all(logits, rows[full], best[full], columns.take(full), functions)
+    drawn = _LogitsRows.of(logits, rows, best, columns, functions)
+    (pending,) = searched.nonzero()
     for size in (*_PREFIXES, vocab):
         ready = pending[(top_k[pending] <= size) | ~limited[pending] | (size >= vocab)]
         undecided: list[IntArray] = [pending[~np.isin(pending, ready)]]
@@ -112,6 +116,25 @@ def _draw(
         if not len(pending):
             break
     return tokens
+
+
+def _draw_from_all(
+    logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns, functions: RowFunctions
+) -> IntArray:
+    """As `_draw`, for rows without top_k and top_p."""
+    if logits.device.type == "cpu":
+        peak, keys = logits.numpy()[rows, best], _keys(columns)
+        floor = row_floors(logits, rows, torch.from_numpy(peak[:, None]), columns.numbers)
+        kept = None if floor is None else floor.numpy()[:, 0]
+        tokens = functions.draw(logits, rows, peak, columns["temperature"], kept, keys)
+        if tokens is not None:
+            return tokens
+    result: IntArray = _race_all(_LogitsRows.of(logits, rows, best, columns, functions)).cpu().numpy()
+    return result
+
+
+def _keys(columns: SamplingColumns) -> IntArray:
+    return row_keys(columns["seed"], columns["sample_index"], columns.position, DrawPurpose.SAMPLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +167,7 @@ class _LogitsRows:
         def column(values: IntArray | FloatArray) -> Tensor:
             return torch.from_numpy(values[:, None]).to(device)
 
-        key = row_keys(columns["seed"], columns["sample_index"], columns.position, DrawPurpose.SAMPLE)
+        key = _keys(columns)
         index = column(rows)[:, 0]
         peak = logits[index, column(best)[:, 0]][:, None]
         return cls(

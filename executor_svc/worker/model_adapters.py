@@ -107,6 +107,8 @@ class ModelAdapterLoader:
 
         An adapter without a place takes a free one, or the place of the least recently used adapter that no slot has.
         """
+        if not (self._held or self._dropped):  # `check` lets no other adapter in
+            return None
         indexes = np.where(slots.admitted, slots.adapter_index, 0)
         if self._dropped:
             self._empty_dropped(indexes)

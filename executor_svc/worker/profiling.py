@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+_NO_SPAN = nullcontext()
+
 
 class _TorchTrace:
     """A recording of torch.profiler, from start to stop, of the thread that calls both."""
@@ -53,4 +55,4 @@ class Spans:
     def __call__(self, name: str) -> AbstractContextManager[object]:
         if self._traced:
             return torch.profiler.record_function(name)
-        return torch.cuda.nvtx.range(name) if self._on_gpu else nullcontext()
+        return torch.cuda.nvtx.range(name) if self._on_gpu else _NO_SPAN

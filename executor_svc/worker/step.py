@@ -13,12 +13,13 @@ from torch import Tensor
 
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import LogprobColumns, SlotError, StepResult, StepTimings
-from executor_svc.batch.forward_batch import ForwardBatch, build_batch
+from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slot_digest import digest_of
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.state_steps import check_admitted_states, states_of_step
+from executor_svc.batch.step_batches import StepBatches
 from executor_svc.batch.step_result import Computed, Finished, SampledTokens, make_result
 from executor_svc.device.interface import is_device_lost, is_out_of_memory
 from executor_svc.device.state_layout import StateHeaders
@@ -78,6 +79,7 @@ class StepExecutor:
         self.grammars = grammars
         self._span = Spans(on_gpu)
         self.slots = Slots(limits, compared=ranks is not None)
+        self._batches = StepBatches(self.slots)
         self._drafting = Drafting(self.slots, drafts)
         self._runner = runner
         self._pools = pools
@@ -144,7 +146,8 @@ class StepExecutor:
         computed = self._compute(scheduled)
         sampled = computed.sampled
         with self._span("commit"):
-            self.slots.commit(scheduled, sampled.token_ids, sampled.valid, sampled.late)
+            late = None if self.grammars is None else sampled.late
+            self.slots.commit(scheduled, sampled.token_ids, sampled.valid, late)
             if self._headers is not None:
                 states = self.slots.states
                 states.made(scheduled.slots, states.ends(starts, scheduled.num_tokens))
@@ -170,7 +173,7 @@ class StepExecutor:
         with self._span("inputs"):
             places = None if self.adapters is None else self.adapters.places_of(self.slots)
             states = None if self._headers is None else states_of_step(self.slots, scheduled, self._headers)
-            batch = build_batch(self.slots, scheduled, places, states)
+            batch = self._batches.build(scheduled, places, states)
         none = scheduled.slots[:0]
         sampled, positions = SampledTokens(none, none, None), none
         if batch is None:
@@ -182,7 +185,7 @@ class StepExecutor:
             best = self._runner.argmax(logits)
         forward_done = time.monotonic_ns()
         prompts = self._prompt_logprobs(scheduled, hidden)
-        if len(batch.logits_rows):
+        if len(scheduled.sampling_slots):
             masks = None
             if self.grammars is not None:
                 masks = self.grammars.masks(scheduled, forward_done - began, self.grammars.recorded)
@@ -195,7 +198,7 @@ class StepExecutor:
         return Computed(sampled, positions, prompts, forward_done - began, sample_ns, saved)
 
     def _sample(self, logits: Tensor, best: IntArray, scheduled: Scheduled, masks: RowMasks | None) -> SampledTokens:
-        sampled = choose(logits.contiguous(), best, self.slots, scheduled, self._runner.functions, masks)
+        sampled = choose(logits, best, self.slots, scheduled, self._runner.functions, masks)
         sampled = self._without_failed_prompts(scheduled, sampled)
         return accept_drafts(self.slots, scheduled, sampled)
 

@@ -60,8 +60,6 @@ def flat_batch(
         block_tables=torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32),
         logits_rows=torch.arange(starts[-1]),
         rope_lens=torch.tensor(rope_lens, dtype=torch.int64),
-        max_query_len=max(count for _, count in chunks),
-        max_seq_len=max(context + count for context, count in chunks),
     )
 
 

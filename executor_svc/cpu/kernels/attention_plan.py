@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import operator
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -64,20 +67,47 @@ class CpuAttentionPlan:
         self._num_threads = num_threads
         # Kept alive: launches hold only addresses.
         self._scratch = scratch
-        self._kept: tuple[object, ...] = ()
+        self._tiles = np.zeros((max_tokens, TILE_FIELDS), np.int64)
+        self.table[:, 0] = self._tiles.ctypes.data
+        self._is_one_each = False
+        """Whether each sequence of the step has one token."""
+        self._step: tuple[Tensor, ...] = ()
+        """The tensors of the current step."""
+        self._arrays: tuple[NDArray[Any], ...] = ()
+        """The first three of them, as arrays."""
+        self._tables = torch.empty(0)
+        """The block tables, contiguous."""
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
-        """Set the step; arguments as in `forward_batch.ForwardBatch`."""
-        self.slots_of[:, : slot_mapping.shape[-1]] = slot_mapping.numpy()
-        tiles = _tiles(query_start_loc.numpy().astype(np.int64), seq_lens.numpy(), tile_tokens(self._shape))
-        tables = block_tables.contiguous()
-        assert tables.numel() == len(seq_lens) * len(self.table) * tables.shape[-1], "another number of block tables"
+        """Set the step; arguments as in `forward_batch.ForwardBatch`.
+
+        The tensors of the last step may come again with other values, except for query_start_loc: that costs less.
+        """
+        last, step = self._step, (slot_mapping, query_start_loc, seq_lens, block_tables)
+        is_same = len(last) == len(step) and all(map(operator.is_, last, step)) and block_tables.is_contiguous()
+        if not is_same:
+            self._adopt(*step)
+        mapping, starts, lens = self._arrays
+        self.slots_of[:, : mapping.shape[-1]] = mapping
+        if is_same and self._is_one_each:
+            _set_one_each(self._tiles, lens)
+            return
+        tiles = _tiles(starts.astype(np.int64), lens, tile_tokens(self._shape))
+        self._tiles[: len(tiles)] = tiles
+        self._is_one_each = len(tiles) == len(lens) == starts[-1]
         heads, num_heads = self._heads(len(tiles))
         self.num_tiles = len(tiles) * (num_heads // heads)
-        for index, table in enumerate(self.table):
-            table[0], table[1] = tiles.ctypes.data, tables.data_ptr() + index * tables.shape[-1] * 4
-            table[2], table[5], table[6] = tables.stride(0) * 4, heads, slot_mapping.shape[-1]
-        self._kept = (tiles, tables)
+        self.table[:, 5] = heads
+
+    def _adopt(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
+        tables = block_tables.contiguous()
+        assert tables.numel() == len(seq_lens) * len(self.table) * tables.shape[-1], "another number of block tables"
+        self._step = (slot_mapping, query_start_loc, seq_lens, block_tables)
+        self._tables = tables
+        self._arrays = slot_mapping.numpy(), query_start_loc.numpy(), seq_lens.numpy()
+        row_bytes = tables.shape[-1] * 4
+        self.table[:, 1] = tables.data_ptr() + row_bytes * np.arange(len(self.table))
+        self.table[:, 2], self.table[:, 6] = tables.stride(0) * 4, slot_mapping.shape[-1]
 
     def _heads(self, num_tiles: int) -> tuple[int, int]:
         """Return the heads of an item, and of all items of a tile."""
@@ -110,6 +140,18 @@ def _tiles(starts: _Ints, seq_lens: NDArray[np.int32], size: int) -> _Ints:
     offset = (np.arange(len(owner)) - np.repeat(np.cumsum(per_sequence) - per_sequence, per_sequence)) * size
     count = np.minimum(lens[owner] - offset, size)
     return _by_work(np.stack([starts[owner] + offset, count, positions[owner] + offset, owner], axis=1))
+
+
+def _set_one_each(tiles: _Ints, seq_lens: NDArray[np.int32]) -> None:
+    """Set what `_tiles` returns for the next step of sequences that have one token each."""
+    if len(seq_lens) == 1:
+        tiles[0, 2] = seq_lens[0] - 1
+        return
+    order = np.argsort(-seq_lens, kind="stable")
+    these = tiles[: len(order)]
+    these[:, 0] = these[:, 3] = order
+    these[:, 2] = seq_lens[order]
+    these[:, 2] -= 1
 
 
 def _by_work(tiles: _Ints) -> _Ints:

@@ -273,8 +273,6 @@ class SlotsMachine(RuleBasedStateMachine):
         assert batch.query_start_loc.tolist() == starts
         assert batch.seq_lens.tolist() == lens
         assert batch.logits_rows.tolist() == rows
-        assert batch.max_query_len == max(expected[s][0] for s in order)
-        assert batch.max_seq_len == max(lens)
         for row, slot, length in zip(batch.block_tables.tolist(), order, lens, strict=True):
             used = -(-length // BLOCK)
             assert row[:used] == self.naive[slot].blocks[:used]

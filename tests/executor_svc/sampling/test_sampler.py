@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cadenza_common.plan.result import SlotError
-from executor_svc.sampling.noise import DrawPurpose, philox4x32, row_keys
+from executor_svc.sampling.noise import DrawPurpose, philox4x32, philox_of_one, row_keys
 from executor_svc.sampling.row_math import fold_sum
 from tests.helpers.executor.cpu_sampling import FUNCTIONS, sample
 from tests.helpers.executor.sampling import columns, edits
@@ -38,6 +38,19 @@ def test_philox_known_answers(counter: list[int], key: list[int], expected: list
     """From kat_vectors of the Random123 library, philox4x32 with 10 rounds."""
     words = philox4x32(np.array([counter] * 3, np.uint64).T, np.array([key] * 3, np.uint64).T)
     assert words.T.tolist() == [expected] * 3
+    assert list(philox_of_one((*counter,), (*key,))) == expected  # type: ignore[arg-type]
+
+
+def test_few_rows_have_the_keys_that_they_have_among_many() -> None:
+    generator = np.random.default_rng(3)
+    seeds = generator.integers(0, 2**64, 40, np.uint64)
+    indexes, positions = generator.integers(0, 2**32, 40), generator.integers(0, 2**31, 40)
+    many = row_keys(seeds, indexes, positions, DrawPurpose.SAMPLE)
+    few = [
+        row_keys(seeds[i : i + 4], indexes[i : i + 4], positions[i : i + 4], DrawPurpose.SAMPLE)
+        for i in range(0, 40, 4)
+    ]
+    assert np.concatenate(few).tolist() == many.tolist()
 
 
 def splitmix_reference(key: int, token: int) -> int:

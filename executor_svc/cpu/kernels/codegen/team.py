@@ -8,7 +8,7 @@ bits do not depend on the thread that computes it. The threads are OpenMP's, the
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +73,10 @@ class LaunchProgram:
         self._counted = np.flatnonzero([launch.counted_at for launch in launches])
         self._set_counters(launches)
         self._state = np.array([self._table.ctypes.data, len(launches)], np.int64)
+        self._state_at = self._state.ctypes.data
+        self._progress = self._table[:, _TAKEN:]
+        self._last: dict[str, int] = {}
+        """The counts that are set."""
 
     def _set_counters(self, launches: Sequence[KernelLaunch]) -> None:
         """Set where the driver finds how many items a launch has: in its own record, or in other memory."""
@@ -84,8 +88,20 @@ class LaunchProgram:
                 assert {row} <= {*self._starts} & {*self._ends}, "a launch that is counted in memory runs by itself"
                 self._table[row, [_ITEMS_AT, _AWAITED_AT]] = launch.counted_at
 
+    def set_arguments(self, *arguments: int) -> None:
+        """Set what the program's only launch has after its count."""
+        assert len(self._arguments) == 1
+        self._arguments[0, 1 : 1 + len(arguments)] = arguments
+
     def run(self, **counts: int) -> None:
         """Run all launches, in order; return when they are done."""
+        if counts != self._last:
+            self._set_counts(counts)
+            self._last = counts
+        self._progress[:] = 0
+        self._team.drive(self._state_at)
+
+    def _set_counts(self, counts: Mapping[str, int]) -> None:
         count = np.array([counts[name] for name in self._counts], np.int64)[self._which] * self._times
         self._arguments[:, 0] = count
         items = np.where(count < self._least, 0, -(-count // self._share) * self._groups)
@@ -93,8 +109,6 @@ class LaunchProgram:
         self._table[self._ends, _AWAITED] = np.add.reduceat(items, self._starts) if len(items) else 0
         if len(self._counted):
             self._table[self._counted, _GROUPS] = np.where(items[self._counted], self._groups[self._counted], 0)
-        self._table[:, _TAKEN:] = 0
-        self._team.drive(self._state.ctypes.data)
 
 
 class Team:

@@ -29,6 +29,6 @@ def plan_for(
     kernels: CpuKernels, shape: AttentionShape, batch: ForwardBatch, max_model_len: int | None = None
 ) -> CpuAttentionPlan:
     """A plan for just this batch, or for sequences of up to max_model_len."""
-    plan = kernels.new_attention_plan(shape, max_model_len or batch.max_seq_len, batch.token_ids.shape[0])
+    plan = kernels.new_attention_plan(shape, max_model_len or int(batch.seq_lens.max()), batch.token_ids.shape[0])
     plan.fill(batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_tables)
     return plan

@@ -333,6 +333,23 @@ def test_numbers_that_are_none_show_in_all_rows_that_see_them(bad: float, softca
 # --- plans
 
 
+@given(contexts=st.lists(st.integers(0, 100), min_size=1, max_size=9), steps=st.integers(1, 3))
+def test_tensors_with_new_values_make_the_plan_of_new_tensors(contexts: list[int], steps: int) -> None:
+    """Decodes come in the same memory, step after step."""
+    shape = AttentionShape(4, 2, 16, 16, 1.0)
+    tables = [list(range(number, number + 8)) for number in range(len(contexts))]
+    same = flat_batch([(context, 1) for context in contexts], tables, 16, [0] * len(contexts))
+    plan = plan_for(KERNELS, shape, same, LONGEST)
+    for step in range(1, steps + 1):
+        chunks = [(context + step, 1) for context in contexts]
+        new = flat_batch(chunks, tables, 16, [0] * len(chunks))
+        same.slot_mapping[:], same.seq_lens[:] = new.slot_mapping, new.seq_lens
+        plan.fill(same.slot_mapping, same.query_start_loc, same.seq_lens, same.block_tables)
+        fresh = plan_for(KERNELS, shape, new, LONGEST)
+        for name, part in (("_tiles", slice(len(chunks))), ("slots", slice(len(chunks))), ("table", (0, [2, 5, 6]))):
+            assert (getattr(plan, name)[part] == getattr(fresh, name)[part]).all()
+
+
 @given(chunks=mixtures(), group=st.integers(1, 14), repeats=st.sampled_from([1, 5]))
 def test_tiles_hold_every_token_once(chunks: Chunks, group: int, repeats: int) -> None:
     """Each with its position and sequence, those with most work first."""
@@ -341,7 +358,7 @@ def test_tiles_hold_every_token_once(chunks: Chunks, group: int, repeats: int) -
     tables = [list(range((context + count) // 16 + 1)) for context, count in chunks]
     b = flat_batch(chunks, tables, 16, [0] * sum(count for _, count in chunks))
     plan = plan_for(KERNELS, shape, b, LONGEST)
-    tiles: Any = plan._kept[0]
+    tiles: Any = plan._tiles[: plan.num_tiles]
     assert tiles.shape == (plan.num_tiles, TILE_FIELDS)
     found, work = Counter[tuple[int, ...]](), []
     for row, tokens, position, sequence in tiles.tolist():

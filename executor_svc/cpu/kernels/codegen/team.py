@@ -14,24 +14,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from llvmlite import binding as llvm
 from llvmlite import ir
 from numpy.typing import NDArray
 
 from executor_svc.cpu.kernels.codegen.compiled import Code, symbol
+from executor_svc.cpu.kernels.codegen.driver import (
+    ARGUMENT_FIELDS,
+    ARGUMENTS,
+    AWAITED,
+    AWAITED_AT,
+    CHAIN,
+    COMING,
+    COMING_BYTES,
+    COMING_STRIDE,
+    COUNTER,
+    DONE,
+    GROUPS,
+    ITEMS,
+    ITEMS_AT,
+    KERNEL,
+    LINE,
+    TAKEN,
+    drive,
+)
 
-_I64, _VOID = ir.IntType(64), ir.VoidType()
-_LINE = 8
-"""Fields of a cache line."""
-_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS_AT, _AWAITED_AT, _GROUPS, _ITEMS, _AWAITED = range(_LINE)
-_DONE, _TAKEN = _LINE, 2 * _LINE
-"""The first fields of the second line, and of those of the threads' shares."""
-_SPINS_BEFORE_YIELD = 2000
+_I64 = ir.IntType(64)
+_MOST_COMING_BYTES = 1 << 18
+"""Of a weight, that a thread prefetches while it waits: they stay in the L2 cache until it reads them."""
 _OPENMP = "libgomp.so.1"
-_MAX_ARGUMENTS = 2 * _LINE
-_AHEAD = 2
-"""Launches by which a thread prefetches what the driver and the kernel read: weights have pushed it out of the caches
-since the last run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,9 @@ class KernelLaunch:
     """Address of a number that a launch before it writes, in the place of ceil(count / share) where that is not 0.
 
     Nothing else of the program may write it: threads that are late read it when others are launches ahead."""
+    coming: tuple[int, int] | None = None
+    """Of a product: where its weight begins, and the bytes from what the last thread reads to what the one before it
+    does; 0 and 0: they are not known before. Threads that wait prefetch the weight of the next product."""
 
 
 class LaunchProgram:
@@ -67,20 +80,21 @@ class LaunchProgram:
         self._least = np.array([launch.least for launch in launches], np.int64)
         self._groups = np.array([launch.groups for launch in launches], np.int64)
         self._times = np.array([launch.times for launch in launches], np.int64)
-        self._arguments = _aligned(len(launches), _MAX_ARGUMENTS)
-        self._table = _aligned(len(launches), _TAKEN + _LINE * team.num_threads)
+        self._arguments = _aligned(len(launches), ARGUMENT_FIELDS)
+        self._table = _aligned(len(launches), TAKEN + LINE * team.num_threads)
         for row, launch in enumerate(launches):
             team.check(launch)
             self._arguments[row, 1 : 1 + len(launch.arguments)] = launch.arguments
-            self._table[row, _KERNEL] = team.address(launch.kernel)
-        self._table[:, _ARGUMENTS] = self._arguments.ctypes.data + _MAX_ARGUMENTS * 8 * np.arange(len(launches))
+            self._table[row, KERNEL] = team.address(launch.kernel)
+        self._table[:, ARGUMENTS] = self._arguments.ctypes.data + ARGUMENT_FIELDS * 8 * np.arange(len(launches))
         # Launches that run together count their items in the last one's record, where all are waited for.
         self._starts = np.flatnonzero([not (launch.joins and row) for row, launch in enumerate(launches)])
         self._ends = np.append(self._starts, len(launches))[1:] - 1
-        last = np.repeat(self._ends, np.diff(self._starts, append=len(launches)))
-        self._table[:, _COUNTER] = self._table.ctypes.data + self._table.strides[0] * last + 8 * _DONE
+        self._sizes = np.diff(self._starts, append=len(launches))
+        self._own_counters = self._table.ctypes.data + self._table.strides[0] * np.arange(len(launches)) + 8 * DONE
         self._counted = np.flatnonzero([launch.counted_at for launch in launches])
         self._set_counters(launches)
+        self._set_coming(launches)
         self._state = np.array([self._table.ctypes.data, len(launches), team.num_threads], np.int64)
         self._last: list[int] | None = None
         """The counts for which the table is filled."""
@@ -88,19 +102,28 @@ class LaunchProgram:
     def _set_counters(self, launches: Sequence[KernelLaunch]) -> None:
         """Set where the driver finds how many items a launch has: in its own record, or in other memory."""
         own = self._table.ctypes.data + self._table.strides[0] * np.arange(len(launches))
-        self._table[:, _ITEMS_AT], self._table[:, _AWAITED_AT] = own + 8 * _ITEMS, own + 8 * _AWAITED
-        self._table[:, _GROUPS] = 1
+        self._table[:, ITEMS_AT], self._table[:, AWAITED_AT] = own + 8 * ITEMS, own + 8 * AWAITED
+        self._table[:, GROUPS] = 1
         for row, launch in enumerate(launches):
             if launch.counted_at:
                 assert {row} <= {*self._starts} & {*self._ends}, "a launch that is counted in memory runs by itself"
-                self._table[row, [_ITEMS_AT, _AWAITED_AT]] = launch.counted_at
+                self._table[row, [ITEMS_AT, AWAITED_AT]] = launch.counted_at
+
+    def _set_coming(self, launches: Sequence[KernelLaunch]) -> None:
+        """Set what threads prefetch that wait for a launch: the weight of the first product behind it."""
+        address, stride = 0, 0
+        for row in reversed(range(len(launches))):
+            self._table[row, [COMING, COMING_STRIDE]] = address, stride
+            self._table[row, COMING_BYTES] = min(stride, _MOST_COMING_BYTES)
+            address, stride = launches[row].coming or (address, stride)
 
     def run(self, **counts: int) -> None:
         """Run all launches, in order; return when they are done."""
         given = [counts[name] for name in self._counts]
         if given != self._last:
             self._fill(given)
-        self._table[:, _DONE:] = 0
+        self._table[:, DONE] = 0
+        self._table[:, TAKEN:] = 0
         self._team.drive(self._state.ctypes.data)
 
     def _fill(self, counts: list[int]) -> None:
@@ -108,11 +131,26 @@ class LaunchProgram:
         count = np.array(counts, np.int64)[self._which] * self._times
         self._arguments[:, 0] = count
         items = np.where(count < self._least, 0, -(-count // self._share) * self._groups)
-        self._table[:, _ITEMS] = items
-        self._table[self._ends, _AWAITED] = np.add.reduceat(items, self._starts) if len(items) else 0
+        self._table[:, ITEMS] = items
+        self._table[self._ends, AWAITED] = np.add.reduceat(items, self._starts) if len(items) else 0
         if len(self._counted):
-            self._table[self._counted, _GROUPS] = np.where(items[self._counted], self._groups[self._counted], 0)
+            self._table[self._counted, GROUPS] = np.where(items[self._counted], self._groups[self._counted], 0)
+        self._table[:, COUNTER] = self._own_counters[np.repeat(self._ends, self._sizes)]
+        self._set_chains(items == 1)
         self._last = counts
+
+    def _set_chains(self, single: NDArray[np.bool_]) -> None:
+        """Make chains of groups that follow each other; single: whether a launch has one item."""
+        single[self._counted] = False
+        self._table[:, CHAIN] = 0
+        if not len(single):
+            return
+        chained = np.logical_and.reduceat(single, self._starts)
+        edges = np.diff(chained, prepend=False, append=False).nonzero()[0]
+        firsts, ends = self._starts[edges[::2]], self._ends[edges[1::2] - 1]
+        self._table[firsts, CHAIN] = ends - firsts
+        self._table[firsts, AWAITED] = 1
+        self._table[firsts, COUNTER] = self._own_counters[firsts]
 
 
 class Team:
@@ -122,7 +160,7 @@ class Team:
         """Use num_threads threads, the calling one included; only the calling one without OpenMP's library."""
         self._code = code
         start, number = symbol(_OPENMP, "GOMP_parallel"), symbol(_OPENMP, "omp_get_thread_num")
-        alone = code.function("drive_alone", 1, lambda emit, state: _drive(emit.builder, state.value, _I64(0)))
+        alone = code.function("drive_alone", 1, lambda emit, state: drive(emit.builder, state.value, _I64(0)))
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)(code.address(alone))
         self.num_threads = 1
         if num_threads > 1 and start is not None and number is not None:
@@ -140,7 +178,7 @@ class Team:
         """Raise AssertionError for a launch with more or fewer arguments than its kernel reads."""
         given, wanted = 1 + len(launch.arguments), self._code.num_arguments(launch.kernel)
         assert given == wanted, f"{launch.kernel} has {wanted} arguments, its launch {given}"
-        assert given <= _MAX_ARGUMENTS
+        assert given <= ARGUMENT_FIELDS
 
     def drive(self, state: int) -> None:
         """Run the launches of a program; state: address of its state."""
@@ -153,127 +191,11 @@ class Team:
 def _drive_in_team(builder: ir.IRBuilder, state: ir.Value, number: int) -> None:
     kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
     thread = builder.call(builder.inttoptr(_I64(number), kind), [])
-    _drive(builder, state, builder.zext(thread, _I64))
-
-
-def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
-    """Emit the loop of a thread: take items of each launch until none is left, then wait until all are done."""
-    function = builder.function
-    names = ("launch", "begin", "share", "take", "work", "other", "add", "wait", "spin", "next", "end")
-    launch, begin, share, take, work, other, add, wait, spin, following, end = map(function.append_basic_block, names)
-    table, count, threads = (builder.load(_field(builder, state, which)) for which in range(3))
-    record_bytes = builder.mul(builder.add(threads, _I64(_TAKEN // _LINE)), _I64(8 * _LINE))
-    before = builder.block
-    builder.branch(launch)
-
-    builder.position_at_end(launch)
-    index = builder.phi(_I64)
-    index.add_incoming(_I64(0), before)
-    builder.cbranch(builder.icmp_signed("<", index, count), begin, end)
-
-    builder.position_at_end(begin)
-    record = builder.add(table, builder.mul(index, record_bytes))
-    kernel, arguments, counter, items_at, awaited_at, groups = (
-        builder.load(_field(builder, record, which))
-        for which in (_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS_AT, _AWAITED_AT, _GROUPS)
-    )
-    items, awaited = (builder.mul(builder.load(_field(builder, at, 0)), groups) for at in (items_at, awaited_at))
-    done_items = builder.inttoptr(counter, _I64.as_pointer())
-    run = builder.inttoptr(kernel, ir.FunctionType(_VOID, [_I64] * 3).as_pointer())
-    later = builder.add(record, builder.mul(record_bytes, _I64(_AHEAD)))
-    own = builder.add(later, builder.mul(thread, _I64(8 * _LINE)))
-    read_by_kernel = builder.add(arguments, _I64(8 * _MAX_ARGUMENTS * _AHEAD))
-    for place, line in ((later, 0), (own, _TAKEN), (read_by_kernel, 0), (read_by_kernel, _LINE)):
-        _prefetch(builder, _field(builder, place, line))
-    builder.branch(share)
-
-    builder.position_at_end(share)
-    turn, worked = builder.phi(_I64), builder.phi(_I64)
-    turn.add_incoming(_I64(0), begin)
-    worked.add_incoming(_I64(0), begin)
-    which = builder.urem(builder.add(thread, turn), threads)
-    taken = _field(builder, record, _TAKEN, builder.mul(which, _I64(8 * _LINE)))
-
-    def item_of(place: ir.Value) -> ir.Value:
-        return builder.add(which, builder.mul(place, threads))
-
-    # A look first: taking pulls the line to this core, and most shares of others are empty then.
-    some_left = builder.icmp_signed("<", item_of(builder.load_atomic(taken, "monotonic", 8)), items)
-    builder.cbranch(some_left, take, other)
-
-    builder.position_at_end(take)
-    so_far = builder.phi(_I64)
-    so_far.add_incoming(worked, share)
-    item = item_of(builder.atomic_rmw("add", taken, _I64(1), "acq_rel"))
-    builder.cbranch(builder.icmp_signed("<", item, items), work, other)
-
-    builder.position_at_end(work)
-    builder.call(run, [arguments, item, thread])
-    so_far.add_incoming(builder.add(so_far, _I64(1)), work)
-    builder.branch(take)
-
-    builder.position_at_end(other)
-    worked_here, next_turn = builder.phi(_I64), builder.add(turn, _I64(1))
-    worked_here.add_incoming(worked, share)
-    worked_here.add_incoming(so_far, take)
-    turn.add_incoming(next_turn, other)
-    worked.add_incoming(worked_here, other)
-    builder.cbranch(builder.icmp_signed("<", next_turn, threads), share, add)
-
-    builder.position_at_end(add)
-    with builder.if_then(builder.icmp_signed(">", worked_here, _I64(0))):
-        builder.atomic_rmw("add", done_items, worked_here, "acq_rel")
-    added = builder.block
-    builder.branch(wait)
-
-    builder.position_at_end(wait)
-    spins = builder.phi(_I64)
-    spins.add_incoming(_I64(0), added)
-    done = builder.load_atomic(done_items, "acquire", 8)
-    builder.cbranch(builder.icmp_signed("<", done, awaited), spin, following)
-
-    builder.position_at_end(spin)
-    more = builder.add(spins, _I64(1))
-    pause(builder, more)
-    spins.add_incoming(more, builder.block)
-    builder.branch(wait)
-
-    builder.position_at_end(following)
-    index.add_incoming(builder.add(index, _I64(1)), builder.block)
-    builder.branch(launch)
-    builder.position_at_end(end)
-
-
-def _field(builder: ir.IRBuilder, record: ir.Value, index: int, more: ir.Value | None = None) -> ir.Value:
-    """Return the place of a field; more: bytes to be added."""
-    address = builder.add(record, _I64(8 * index))
-    return builder.inttoptr(address if more is None else builder.add(address, more), _I64.as_pointer())
-
-
-def _prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
-    """Prefetch a line into the first cache, to be read; it may lie beyond all memory."""
-    module, name, flag = builder.module, "llvm.prefetch.p0", ir.IntType(32)
-    kind = ir.FunctionType(_VOID, [ir.IntType(8).as_pointer(), flag, flag, flag])
-    function = module.globals.get(name) or ir.Function(module, kind, name)
-    builder.call(function, [builder.bitcast(place, ir.IntType(8).as_pointer()), flag(0), flag(3), flag(1)])
+    drive(builder, state, builder.zext(thread, _I64))
 
 
 def _aligned(rows: int, fields: int) -> NDArray[np.int64]:
     """Return zeros [rows, fields] int64 that begin with a cache line."""
-    memory = np.zeros(rows * fields + _LINE, np.int64)
-    first = -memory.ctypes.data // 8 % _LINE
+    memory = np.zeros(rows * fields + LINE, np.int64)
+    first = -memory.ctypes.data // 8 % LINE
     return memory[first : first + rows * fields].reshape(rows, fields)
-
-
-def pause(builder: ir.IRBuilder, spins: ir.Value) -> None:
-    """Yield to the core's other hardware thread, and sometimes to any process: it may hold up the awaited item."""
-    give_way = symbol(None, "sched_yield")
-    if "x86_64" in llvm.get_default_triple():
-        module = builder.module
-        name = "llvm.x86.sse2.pause"
-        builder.call(module.globals.get(name) or ir.Function(module, ir.FunctionType(_VOID, []), name), [])
-    if give_way is not None:
-        seldom = builder.icmp_signed("==", builder.urem(spins, _I64(_SPINS_BEFORE_YIELD)), _I64(0))
-        with builder.if_then(seldom):
-            kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
-            builder.call(builder.inttoptr(_I64(give_way), kind), [])

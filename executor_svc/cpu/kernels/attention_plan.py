@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,15 +69,21 @@ class CpuAttentionPlan:
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
         """Set the step; arguments as in `forward_batch.ForwardBatch`."""
-        self.slots_of[:, : slot_mapping.shape[-1]] = slot_mapping.numpy()
-        tiles = _tiles(query_start_loc.numpy().astype(np.int64), seq_lens.numpy(), tile_tokens(self._shape))
+        lens, num_tokens = seq_lens.numpy(), slot_mapping.shape[-1]
+        self.slots_of[:, :num_tokens] = slot_mapping.numpy()
+        if len(lens) == num_tokens == 1:  # between the steps of one user this code is all that runs, out of cold caches
+            tiles = np.array(((0, 1, int(lens[0]) - 1, 0),), np.int64)
+        else:
+            tiles = _tiles(query_start_loc.numpy().astype(np.int64), lens, tile_tokens(self._shape))
         tables = block_tables.contiguous()
-        assert tables.numel() == len(seq_lens) * len(self.table) * tables.shape[-1], "another number of block tables"
+        *_, width = tables.shape
+        assert tables.numel() == len(lens) * len(self.table) * width, "another number of block tables"
         heads, num_heads = self._heads(len(tiles))
         self.num_tiles = len(tiles) * (num_heads // heads)
+        at, first, stride = tiles.__array_interface__["data"][0], tables.data_ptr(), tables.stride(0) * 4
         for index, table in enumerate(self.table):
-            table[0], table[1] = tiles.ctypes.data, tables.data_ptr() + index * tables.shape[-1] * 4
-            table[2], table[5], table[6] = tables.stride(0) * 4, heads, slot_mapping.shape[-1]
+            table[0], table[1], table[2] = at, first + index * width * 4, stride
+            table[5], table[6] = heads, num_tokens
         self._kept = (tiles, tables)
 
     def _heads(self, num_tiles: int) -> tuple[int, int]:
@@ -90,6 +97,7 @@ class CpuAttentionPlan:
         return max(heads, enough), shape.num_heads
 
 
+@lru_cache(maxsize=1024)
 def _heads_of_item(num_kv_heads: int, num_tiles: int, num_threads: int) -> int:
     """Return the KV heads of an item: all, or for few tiles as many as leave each thread several items."""
     divisors = (heads for heads in range(num_kv_heads, 0, -1) if num_kv_heads % heads == 0)

@@ -387,4 +387,4 @@ class CpuKernels(CpuAdapterKernels):
         """Launch a product, whose last arguments are of its own weight until another one follows."""
         if self._recording is not None:
             self._recording.announce(coming)
-        self._launch(replace(launch, arguments=(*launch.arguments, *coming), coming=coming), count)
+        self._launch(replace(launch, arguments=(*launch.arguments, *coming)), count)

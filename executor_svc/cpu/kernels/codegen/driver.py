@@ -1,7 +1,7 @@
 """The loop of a thread of a team: it takes items of each launch of a program, and waits until all are done.
 
 A program is a table with a record for each launch, all of 64-bit integers: a line of fields that do not change in a
-run, a line with the items that are done and what follows, and a line for each thread with how many items of its share
+run, a line with the items that are done and its chain, and a line for each thread with how many items of its share
 have been taken. Launches with one item that follow each other are a chain: one thread runs all of them.
 """
 
@@ -15,7 +15,7 @@ from executor_svc.cpu.kernels.codegen.compiled import symbol
 LINE = 8
 """Fields of a cache line."""
 KERNEL, ARGUMENTS, COUNTER, ITEMS_AT, AWAITED_AT, GROUPS, ITEMS, AWAITED = range(LINE)
-DONE, CHAIN, COMING, COMING_STRIDE, COMING_BYTES = range(LINE, LINE + 5)
+DONE, CHAIN = LINE, LINE + 1
 """CHAIN: launches behind this one that are in its chain; their own records are not looked at."""
 TAKEN = 2 * LINE
 """Of the first thread; those of others are lines behind it."""
@@ -25,7 +25,6 @@ _AHEAD = 2
 """Launches by which a thread prefetches what the driver and the kernel read: weights have pushed it out of the caches
 since the last run."""
 _SPINS_BEFORE_YIELD = 2000
-_LINES_A_SPIN = 4
 _I64, _VOID = ir.IntType(64), ir.VoidType()
 
 
@@ -47,9 +46,8 @@ class _Driver:
         before = builder.block
         builder.branch(launch)
         builder.position_at_end(launch)
-        index, weight, fetched = (builder.phi(_I64) for _ in range(3))
-        for each in (index, weight, fetched):
-            each.add_incoming(_I64(0), before)
+        index = builder.phi(_I64)
+        index.add_incoming(_I64(0), before)
         builder.cbranch(builder.icmp_signed("<", index, count), begin, end)
 
         builder.position_at_end(begin)
@@ -64,10 +62,9 @@ class _Driver:
         worked = self._take_items(record, kernel, arguments, items)
         with builder.if_then(builder.icmp_signed(">", worked, _I64(0))):
             builder.atomic_rmw("add", done, worked, "acq_rel")
-        coming, fetched_now = self._wait(record, done, awaited, weight, fetched)
+        self._wait(done, awaited)
         following = builder.add(builder.add(index, _I64(1)), builder.load(_field(builder, record, CHAIN)))
-        for phi, value in ((index, following), (weight, coming), (fetched, fetched_now)):
-            phi.add_incoming(value, builder.block)
+        index.add_incoming(following, builder.block)
         builder.branch(launch)
         builder.position_at_end(end)
 
@@ -149,43 +146,23 @@ class _Driver:
         run = self._builder.inttoptr(kernel, ir.FunctionType(_VOID, [_I64] * 3).as_pointer())
         self._builder.call(run, [arguments, item, self._thread])
 
-    def _wait(
-        self, record: ir.Value, done: ir.Value, awaited: ir.Value, weight: ir.Value, fetched: ir.Value
-    ) -> tuple[ir.Value, ir.Value]:
-        """Wait until all items are done, and prefetch what this thread reads of the next weight meanwhile.
-
-        weight, fetched: what was prefetched before, and its bytes. Returns them as they are then.
-        """
+    def _wait(self, done: ir.Value, awaited: ir.Value) -> None:
+        """Wait until all items are done."""
         builder = self._builder
-        coming, stride, most = (
-            builder.load(_field(builder, record, which)) for which in (COMING, COMING_STRIDE, COMING_BYTES)
-        )
-        streams_before = builder.sub(builder.sub(self._threads, _I64(1)), self._thread)
-        coming = builder.add(coming, builder.mul(stride, streams_before))
-        fetched_before = builder.select(builder.icmp_signed("==", coming, weight), fetched, _I64(0))
         wait, spin, end = (builder.append_basic_block(name) for name in ("wait", "spin", "next"))
         before = builder.block
         builder.branch(wait)
-
         builder.position_at_end(wait)
-        spins, fetched_now = builder.phi(_I64), builder.phi(_I64)
+        spins = builder.phi(_I64)
         spins.add_incoming(_I64(0), before)
-        fetched_now.add_incoming(fetched_before, before)
         builder.cbranch(builder.icmp_signed("<", builder.load_atomic(done, "acquire", 8), awaited), spin, end)
 
         builder.position_at_end(spin)
-        more, some_left = builder.add(spins, _I64(1)), builder.icmp_signed("<", fetched_now, most)
-        with builder.if_then(some_left):
-            for line in range(_LINES_A_SPIN):
-                _prefetch(builder, _field(builder, coming, LINE * line, fetched_now), level=2)
-        more_bytes = builder.select(some_left, _I64(8 * LINE * _LINES_A_SPIN), _I64(0))
-        fetched_more = builder.add(fetched_now, more_bytes)
+        more = builder.add(spins, _I64(1))
         pause(builder, more)
         spins.add_incoming(more, builder.block)
-        fetched_now.add_incoming(fetched_more, builder.block)
         builder.branch(wait)
         builder.position_at_end(end)
-        return coming, fetched_now
 
 
 def _field(builder: ir.IRBuilder, record: ir.Value, index: int, more: ir.Value | None = None) -> ir.Value:
@@ -194,12 +171,12 @@ def _field(builder: ir.IRBuilder, record: ir.Value, index: int, more: ir.Value |
     return builder.inttoptr(address if more is None else builder.add(address, more), _I64.as_pointer())
 
 
-def _prefetch(builder: ir.IRBuilder, place: ir.Value, level: int = 1) -> None:
-    """Prefetch a line into this level of cache, to be read; it may lie beyond all memory."""
+def _prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
+    """Prefetch a line into the first cache, to be read; it may lie beyond all memory."""
     module, name, flag = builder.module, "llvm.prefetch.p0", ir.IntType(32)
     kind = ir.FunctionType(_VOID, [ir.IntType(8).as_pointer(), flag, flag, flag])
     function = module.globals.get(name) or ir.Function(module, kind, name)
-    builder.call(function, [builder.bitcast(place, ir.IntType(8).as_pointer()), flag(0), flag(4 - level), flag(1)])
+    builder.call(function, [builder.bitcast(place, ir.IntType(8).as_pointer()), flag(0), flag(3), flag(1)])
 
 
 def pause(builder: ir.IRBuilder, spins: ir.Value) -> None:

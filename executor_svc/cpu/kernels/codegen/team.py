@@ -24,9 +24,6 @@ from executor_svc.cpu.kernels.codegen.driver import (
     AWAITED,
     AWAITED_AT,
     CHAIN,
-    COMING,
-    COMING_BYTES,
-    COMING_STRIDE,
     COUNTER,
     DONE,
     GROUPS,
@@ -39,8 +36,6 @@ from executor_svc.cpu.kernels.codegen.driver import (
 )
 
 _I64 = ir.IntType(64)
-_MOST_COMING_BYTES = 1 << 18
-"""Of a weight, that a thread prefetches while it waits: they stay in the L2 cache until it reads them."""
 _OPENMP = "libgomp.so.1"
 
 
@@ -64,9 +59,6 @@ class KernelLaunch:
     """Address of a number that a launch before it writes, in the place of ceil(count / share) where that is not 0.
 
     Nothing else of the program may write it: threads that are late read it when others are launches ahead."""
-    coming: tuple[int, int] | None = None
-    """Of a product: where its weight begins, and the bytes from what the last thread reads to what the one before it
-    does; 0 and 0: they are not known before. Threads that wait prefetch the weight of the next product."""
 
 
 class LaunchProgram:
@@ -94,7 +86,6 @@ class LaunchProgram:
         self._own_counters = self._table.ctypes.data + self._table.strides[0] * np.arange(len(launches)) + 8 * DONE
         self._counted = np.flatnonzero([launch.counted_at for launch in launches])
         self._set_counters(launches)
-        self._set_coming(launches)
         self._state = np.array([self._table.ctypes.data, len(launches), team.num_threads], np.int64)
         self._last: list[int] | None = None
         """The counts for which the table is filled."""
@@ -108,14 +99,6 @@ class LaunchProgram:
             if launch.counted_at:
                 assert {row} <= {*self._starts} & {*self._ends}, "a launch that is counted in memory runs by itself"
                 self._table[row, [ITEMS_AT, AWAITED_AT]] = launch.counted_at
-
-    def _set_coming(self, launches: Sequence[KernelLaunch]) -> None:
-        """Set what threads prefetch that wait for a launch: the weight of the first product behind it."""
-        address, stride = 0, 0
-        for row in reversed(range(len(launches))):
-            self._table[row, [COMING, COMING_STRIDE]] = address, stride
-            self._table[row, COMING_BYTES] = min(stride, _MOST_COMING_BYTES)
-            address, stride = launches[row].coming or (address, stride)
 
     def run(self, **counts: int) -> None:
         """Run all launches, in order; return when they are done."""

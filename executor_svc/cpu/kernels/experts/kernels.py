@@ -259,7 +259,7 @@ class CpuExpertKernels(CpuKernels):
             panels = self._workspace.take("panels of files", (self.num_threads, file.panel_bytes), torch.uint8)
             places += (panels.data_ptr(),)
         counted = call.routes.counts.data_ptr()
-        over_all = KernelLaunch(kernel, "rows", _ALL, launch.groups, places, counted_at=counted, coming=(0, 0))
+        over_all = KernelLaunch(kernel, "rows", _ALL, launch.groups, places, counted_at=counted)
         super()._launch(over_all, len(call.routes.sources))
 
     def _argument(self, call: _Call, value: int) -> BlockArgument:

@@ -31,10 +31,10 @@ _I64, _VOID = ir.IntType(64), ir.VoidType()
 def drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
     """Emit the loop; state: address of [table, number of launches, number of threads]."""
     table, count, threads = (builder.load(_field(builder, state, which)) for which in range(3))
-    _Driver(builder, threads, thread).run(table, count)
+    _LaunchLoop(builder, threads, thread).run(table, count)
 
 
-class _Driver:
+class _LaunchLoop:
     def __init__(self, builder: ir.IRBuilder, threads: ir.Value, thread: ir.Value) -> None:
         self._builder, self._threads, self._thread = builder, threads, thread
         lines = builder.add(threads, _I64(TAKEN // LINE))

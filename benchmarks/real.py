@@ -32,7 +32,7 @@ from cadenza_common.gguf.file import read_gguf
 
 NAME = "real"
 FILES: dict[str, Callable[[], Path]] = {"smollm2": pypi_files.smollm2, "gemma3": pypi_files.gemma3}
-PROMPTS = {"prompt512": (1, 512), "prompts128": (12, 128)}
+PROMPTS = {"prompt512": (1, 512), "prompts128": (12, 128), "prompt2048": (1, 2048), "prompt8000": (1, 8000)}
 """Scenarios of prompts, with one token of output each: requests at once, and tokens of each."""
 SCENARIOS = ("decode1", "decode16", *PROMPTS)
 _TABLE = "token_embd.weight"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,7 @@ class CpuAttentionPlan:
         return max(heads, enough), shape.num_heads
 
 
+@lru_cache(maxsize=1024)
 def _heads_of_item(num_kv_heads: int, num_tiles: int, num_threads: int) -> int:
     """Return the KV heads of an item: all, or for few tiles as many as leave each thread several items."""
     divisors = (heads for heads in range(num_kv_heads, 0, -1) if num_kv_heads % heads == 0)

@@ -348,9 +348,16 @@ class CpuKernels(CpuAdapterKernels):
     # ------------------------------------------------------------------ logits
 
     def argmax(self, logits: Tensor) -> Tensor:
-        ids = self._new("best", (logits.shape[0],), torch.int64)
-        kernel = argmax.argmax(self._code, logits.shape[1])
-        self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(logits, ids)), logits.shape[0])
+        count, vocab_size = logits.shape
+        ids = self._new("best", (count,), torch.int64)
+        if vocab_size < argmax.LEAST_IN_PARTS:
+            kernel = argmax.argmax(self._code, vocab_size)
+            self._launch(KernelLaunch(kernel, "rows", 1, 1, _addresses(logits, ids)), count)
+            return ids
+        found = self._new("best of parts", (count, 3, argmax.PARTS), torch.float32)
+        look, choose = argmax.argmax_of_parts(self._code, vocab_size)
+        self._launch(KernelLaunch(look, "rows", 1, argmax.PARTS, _addresses(logits, found)), count)
+        self._launch(KernelLaunch(choose, "rows", 1, 1, _addresses(found, ids)), count)
         return ids
 
     def finish_logits(self, logits: Tensor, dtype: torch.dtype, divisor: float, cap: float | None) -> Tensor:

@@ -71,9 +71,18 @@ def row_forms(host: Host, x: Tensor, dtype: torch.dtype) -> RowForms:
 
 
 def launch_product(
-    host: Host, rows: RowForms, panels: Tensor, bias: Tensor | None, y: Tensor, streams: int | None = None
+    host: Host,
+    rows: RowForms,
+    panels: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    streams: int | None = None,
+    joins: bool = False,
 ) -> None:
-    """Launch y = x @ weight.T + bias for a weight in panels; streams: of `panel_item`; None: one for each thread."""
+    """Launch y = x @ weight.T + bias for a weight in panels; streams: of `panel_item`; None: one for each thread.
+
+    joins: as of `KernelLaunch`.
+    """
     x, factors = rows.x, None if rows.weight_dtype == rows.dtype else DTYPES[rows.weight_dtype]
     streams = host.num_threads if rows.tiles is not None or streams is None else streams
     assert rows.factors.is_contiguous()
@@ -86,7 +95,7 @@ def launch_product(
         arguments += (rows.tiles.data_ptr(), host.scratch(many_rows.scratch_bytes()).data_ptr())
     else:
         kernel = matmul.matmul(host.code, output)
-    launch = KernelLaunch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], arguments)
+    launch = KernelLaunch(kernel, "rows", ROWS_AT_ONCE, panels.shape[0], arguments, joins=joins)
     coming = coming_of(panels, panels.shape[0] if rows.tiles is not None else streams)
     host.launch_product(launch, x.shape[0], coming)
 

@@ -1,28 +1,42 @@
 """Threads that run kernels: a recorded list of launches with one call.
 
-A launch has items, which free threads take one by one, so a thread that lost its core to another process delays only
-its current item. The next launch begins when all items of the last are done, or taken if it joins that one. An item's
-bits do not depend on the thread that computes it. The threads are OpenMP's, the same that PyTorch uses.
+A launch has items, which threads take one by one, so a thread that lost its core to another process delays only its
+current item: thread t of n takes items t, t + n, t + 2 n, ..., and then those of others that are left. Each share has a
+counter in a cache line of its own, which cores would otherwise pull from each other at every item. The next launch
+begins when all items of the last are done, or taken if it joins that one. An item's bits do not depend on the thread
+that computes it. The threads are OpenMP's, the same that PyTorch uses.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from llvmlite import binding as llvm
 from llvmlite import ir
+from numpy.typing import NDArray
 
 from executor_svc.cpu.kernels.codegen.compiled import Code, symbol
+from executor_svc.cpu.kernels.codegen.driver import (
+    ARGUMENT_FIELDS,
+    ARGUMENTS,
+    AWAITED,
+    AWAITED_AT,
+    CHAIN,
+    COUNTER,
+    DONE,
+    GROUPS,
+    ITEMS,
+    ITEMS_AT,
+    KERNEL,
+    LINE,
+    TAKEN,
+    drive,
+)
 
-_I64, _VOID = ir.IntType(64), ir.VoidType()
-_FIELDS = 10
-_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS_AT, _AWAITED_AT, _GROUPS, _ITEMS, _AWAITED, _TAKEN, _DONE = range(_FIELDS)
-_SPINS_BEFORE_YIELD = 2000
+_I64 = ir.IntType(64)
 _OPENMP = "libgomp.so.1"
-_MAX_ARGUMENTS = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,35 +72,35 @@ class LaunchProgram:
         self._least = np.array([launch.least for launch in launches], np.int64)
         self._groups = np.array([launch.groups for launch in launches], np.int64)
         self._times = np.array([launch.times for launch in launches], np.int64)
-        self._arguments = np.zeros((len(launches), _MAX_ARGUMENTS), np.int64)
-        self._table = np.zeros((len(launches), _FIELDS), np.int64)
+        self._arguments = _aligned(len(launches), ARGUMENT_FIELDS)
+        self._table = _aligned(len(launches), TAKEN + LINE * team.num_threads)
         for row, launch in enumerate(launches):
             team.check(launch)
             self._arguments[row, 1 : 1 + len(launch.arguments)] = launch.arguments
-            self._table[row, _KERNEL] = team.address(launch.kernel)
-        self._table[:, _ARGUMENTS] = self._arguments.ctypes.data + _MAX_ARGUMENTS * 8 * np.arange(len(launches))
+            self._table[row, KERNEL] = team.address(launch.kernel)
+        self._table[:, ARGUMENTS] = self._arguments.ctypes.data + ARGUMENT_FIELDS * 8 * np.arange(len(launches))
         # Launches that run together count their items in the last one's record, where all are waited for.
         self._starts = np.flatnonzero([not (launch.joins and row) for row, launch in enumerate(launches)])
         self._ends = np.append(self._starts, len(launches))[1:] - 1
-        last = np.repeat(self._ends, np.diff(self._starts, append=len(launches)))
-        self._table[:, _COUNTER] = self._table.ctypes.data + 8 * (_FIELDS * last + _DONE)
+        self._sizes = np.diff(self._starts, append=len(launches))
+        self._own_counters = self._table.ctypes.data + self._table.strides[0] * np.arange(len(launches)) + 8 * DONE
         self._counted = np.flatnonzero([launch.counted_at for launch in launches])
         self._set_counters(launches)
-        self._state = np.array([self._table.ctypes.data, len(launches)], np.int64)
+        self._state = np.array([self._table.ctypes.data, len(launches), team.num_threads], np.int64)
         self._state_at = self._state.ctypes.data
-        self._progress = self._table[:, _TAKEN:]
-        self._last: dict[str, int] = {}
-        """The counts that are set."""
+        self._done, self._progress = self._table[:, DONE], self._table[:, TAKEN:]
+        self._last: list[int] | None = None
+        """The counts for which the table is filled."""
 
     def _set_counters(self, launches: Sequence[KernelLaunch]) -> None:
         """Set where the driver finds how many items a launch has: in its own record, or in other memory."""
-        own = self._table.ctypes.data + 8 * _FIELDS * np.arange(len(launches))
-        self._table[:, _ITEMS_AT], self._table[:, _AWAITED_AT] = own + 8 * _ITEMS, own + 8 * _AWAITED
-        self._table[:, _GROUPS] = 1
+        own = self._table.ctypes.data + self._table.strides[0] * np.arange(len(launches))
+        self._table[:, ITEMS_AT], self._table[:, AWAITED_AT] = own + 8 * ITEMS, own + 8 * AWAITED
+        self._table[:, GROUPS] = 1
         for row, launch in enumerate(launches):
             if launch.counted_at:
                 assert {row} <= {*self._starts} & {*self._ends}, "a launch that is counted in memory runs by itself"
-                self._table[row, [_ITEMS_AT, _AWAITED_AT]] = launch.counted_at
+                self._table[row, [ITEMS_AT, AWAITED_AT]] = launch.counted_at
 
     def set_arguments(self, *arguments: int) -> None:
         """Set what the program's only launch has after its count."""
@@ -95,20 +109,38 @@ class LaunchProgram:
 
     def run(self, **counts: int) -> None:
         """Run all launches, in order; return when they are done."""
-        if counts != self._last:
-            self._set_counts(counts)
-            self._last = counts
+        given = [counts[name] for name in self._counts]
+        if given != self._last:
+            self._fill(given)
+        self._done[:] = 0
         self._progress[:] = 0
         self._team.drive(self._state_at)
 
-    def _set_counts(self, counts: Mapping[str, int]) -> None:
-        count = np.array([counts[name] for name in self._counts], np.int64)[self._which] * self._times
+    def _fill(self, counts: list[int]) -> None:
+        """Set the counts of kernels and items."""
+        count = np.array(counts, np.int64)[self._which] * self._times
         self._arguments[:, 0] = count
         items = np.where(count < self._least, 0, -(-count // self._share) * self._groups)
-        self._table[:, _ITEMS] = items
-        self._table[self._ends, _AWAITED] = np.add.reduceat(items, self._starts) if len(items) else 0
+        self._table[:, ITEMS] = items
+        self._table[self._ends, AWAITED] = np.add.reduceat(items, self._starts) if len(items) else 0
         if len(self._counted):
-            self._table[self._counted, _GROUPS] = np.where(items[self._counted], self._groups[self._counted], 0)
+            self._table[self._counted, GROUPS] = np.where(items[self._counted], self._groups[self._counted], 0)
+        self._table[:, COUNTER] = self._own_counters[np.repeat(self._ends, self._sizes)]
+        self._set_chains(items == 1)
+        self._last = counts
+
+    def _set_chains(self, single: NDArray[np.bool_]) -> None:
+        """Make chains of groups that follow each other; single: whether a launch has one item."""
+        single[self._counted] = False
+        self._table[:, CHAIN] = 0
+        if not len(single):
+            return
+        chained = np.logical_and.reduceat(single, self._starts)
+        edges = np.diff(chained, prepend=False, append=False).nonzero()[0]
+        firsts, ends = self._starts[edges[::2]], self._ends[edges[1::2] - 1]
+        self._table[firsts, CHAIN] = ends - firsts
+        self._table[firsts, AWAITED] = 1
+        self._table[firsts, COUNTER] = self._own_counters[firsts]
 
 
 class Team:
@@ -118,7 +150,7 @@ class Team:
         """Use num_threads threads, the calling one included; only the calling one without OpenMP's library."""
         self._code = code
         start, number = symbol(_OPENMP, "GOMP_parallel"), symbol(_OPENMP, "omp_get_thread_num")
-        alone = code.function("drive_alone", 1, lambda emit, state: _drive(emit.builder, state.value, _I64(0)))
+        alone = code.function("drive_alone", 1, lambda emit, state: drive(emit.builder, state.value, _I64(0)))
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)(code.address(alone))
         self.num_threads = 1
         if num_threads > 1 and start is not None and number is not None:
@@ -136,7 +168,7 @@ class Team:
         """Raise AssertionError for a launch with more or fewer arguments than its kernel reads."""
         given, wanted = 1 + len(launch.arguments), self._code.num_arguments(launch.kernel)
         assert given == wanted, f"{launch.kernel} has {wanted} arguments, its launch {given}"
-        assert given <= _MAX_ARGUMENTS
+        assert given <= ARGUMENT_FIELDS
 
     def drive(self, state: int) -> None:
         """Run the launches of a program; state: address of its state."""
@@ -149,73 +181,11 @@ class Team:
 def _drive_in_team(builder: ir.IRBuilder, state: ir.Value, number: int) -> None:
     kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
     thread = builder.call(builder.inttoptr(_I64(number), kind), [])
-    _drive(builder, state, builder.zext(thread, _I64))
+    drive(builder, state, builder.zext(thread, _I64))
 
 
-def _drive(builder: ir.IRBuilder, state: ir.Value, thread: ir.Value) -> None:
-    """Emit the loop of a thread: take items of each launch until none is left, then wait until all are done."""
-    function = builder.function
-    names = ("launch", "begin", "take", "work", "wait", "spin", "next", "end")
-    launch, begin, take, work, wait, spin, following, end = (function.append_basic_block(name) for name in names)
-
-    def field(record: ir.Value, index: int) -> ir.Value:
-        return builder.inttoptr(builder.add(record, _I64(8 * index)), _I64.as_pointer())
-
-    table, count = builder.load(field(state, 0)), builder.load(field(state, 1))
-    before = builder.block
-    builder.branch(launch)
-
-    builder.position_at_end(launch)
-    index = builder.phi(_I64)
-    index.add_incoming(_I64(0), before)
-    builder.cbranch(builder.icmp_signed("<", index, count), begin, end)
-
-    builder.position_at_end(begin)
-    record = builder.add(table, builder.mul(index, _I64(8 * _FIELDS)))
-    kernel, arguments, counter, items_at, awaited_at, groups = (
-        builder.load(field(record, which)) for which in (_KERNEL, _ARGUMENTS, _COUNTER, _ITEMS_AT, _AWAITED_AT, _GROUPS)
-    )
-    items, awaited = (builder.mul(builder.load(field(at, 0)), groups) for at in (items_at, awaited_at))
-    done_items = builder.inttoptr(counter, _I64.as_pointer())
-    run = builder.inttoptr(kernel, ir.FunctionType(_VOID, [_I64] * 3).as_pointer())
-    builder.branch(take)
-
-    builder.position_at_end(take)
-    item = builder.atomic_rmw("add", field(record, _TAKEN), _I64(1), "acq_rel")
-    builder.cbranch(builder.icmp_signed("<", item, items), work, wait)
-
-    builder.position_at_end(work)
-    builder.call(run, [arguments, item, thread])
-    builder.atomic_rmw("add", done_items, _I64(1), "acq_rel")
-    builder.branch(take)
-
-    builder.position_at_end(wait)
-    spins = builder.phi(_I64)
-    spins.add_incoming(_I64(0), take)
-    done = builder.load_atomic(done_items, "acquire", 8)
-    builder.cbranch(builder.icmp_signed("<", done, awaited), spin, following)
-
-    builder.position_at_end(spin)
-    more = builder.add(spins, _I64(1))
-    pause(builder, more)
-    spins.add_incoming(more, builder.block)
-    builder.branch(wait)
-
-    builder.position_at_end(following)
-    index.add_incoming(builder.add(index, _I64(1)), following)
-    builder.branch(launch)
-    builder.position_at_end(end)
-
-
-def pause(builder: ir.IRBuilder, spins: ir.Value) -> None:
-    """Yield to the core's other hardware thread, and sometimes to any process: it may hold up the awaited item."""
-    give_way = symbol(None, "sched_yield")
-    if "x86_64" in llvm.get_default_triple():
-        module = builder.module
-        name = "llvm.x86.sse2.pause"
-        builder.call(module.globals.get(name) or ir.Function(module, ir.FunctionType(_VOID, []), name), [])
-    if give_way is not None:
-        seldom = builder.icmp_signed("==", builder.urem(spins, _I64(_SPINS_BEFORE_YIELD)), _I64(0))
-        with builder.if_then(seldom):
-            kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
-            builder.call(builder.inttoptr(_I64(give_way), kind), [])
+def _aligned(rows: int, fields: int) -> NDArray[np.int64]:
+    """Return zeros [rows, fields] int64 that begin with a cache line."""
+    memory = np.zeros(rows * fields + LINE, np.int64)
+    first = -memory.ctypes.data // 8 % LINE
+    return memory[first : first + rows * fields].reshape(rows, fields)

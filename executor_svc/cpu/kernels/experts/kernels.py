@@ -227,7 +227,7 @@ class CpuExpertKernels(CpuKernels):
     def _launch(self, launch: KernelLaunch, count: int) -> None:
         if self._call is None:
             if self._counted:
-                launch = replace(launch, counted_at=self._counted[launch.share])
+                launch = replace(launch, counted_at=self._counted[launch.share], joins=False)
             super()._launch(launch, count)
         else:
             self._each_block(self._call, launch, [])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -72,7 +73,10 @@ def may_be_gated(parts: Sequence[Part]) -> bool:
 
 
 class PartLaunches:
-    """One call of a linear: rows of x in the forms that its parts need are made once each."""
+    """One call of a linear: rows of x in the forms that its parts need are made once each, then all parts are products.
+
+    Products run together, and so do conversions of x itself: a thread that has no more of one goes on with the next.
+    """
 
     def __init__(
         self,
@@ -90,9 +94,13 @@ class PartLaunches:
         self._int8_rows: dict[tuple[RowSteps, int], tuple[Tensor, Tensor | None]] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}
         self._forms: dict[torch.dtype, RowForms] = {}
+        self._last: Literal["int8", "product"] | None = None
+        """The last launch, if one that reads nothing of it may join it."""
 
     def run(self, parts: Sequence[Part]) -> None:
         """Launch all parts, which compute the columns of y in this order."""
+        for part in parts:
+            self._make_rows(part)
         first = 0
         for part in parts:
             if isinstance(part, PackedWeightPart) and part.int8 is not None:
@@ -102,6 +110,17 @@ class PartLaunches:
             else:
                 self._dense(part, first)
             first += part.rows
+
+    def _make_rows(self, part: Part) -> None:
+        """Launch what makes the rows of x that a part's product reads, unless another part's has."""
+        if not isinstance(part, PackedWeightPart):
+            self._row_forms(part.dtype)
+        elif part.int8 is not None:
+            self._quantize(part.layout.columns, part.int8, part.order)
+        else:
+            x = self._arrange(part.layout, part.order)
+            if part.layout.kind.offsets == "minimum":
+                self._group_sums(part.layout, x, part.order)
 
     def _packed(self, part: PackedWeightPart, first: int) -> None:
         host, layout, y = self._host, part.layout, self._y
@@ -133,7 +152,17 @@ class PartLaunches:
         """Launch a product with a part in panels."""
         streams, panels = part_streams(part, self._host.num_threads), part.packed
         launch = KernelLaunch(kernel, "rows", ROWS_AT_ONCE, len(panels), (*arguments, streams))
+        launch = replace(launch, joins=self._joins("product"))
         self._host.launch_product(launch, self._x.shape[0], coming_of(panels, streams))
+
+    def _joins(self, kind: Literal["int8", "product"] | None) -> bool:
+        """Return whether a launch joins the last one."""
+        joins, self._last = kind is not None and kind == self._last, kind
+        return joins
+
+    def _launch(self, launch: KernelLaunch) -> None:
+        self._joins(None)
+        self._host.launch(launch, self._x.shape[0])
 
     def _quantize(self, columns: int, steps: RowSteps, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return rows of x as int8 numbers, in a part's order; [T, bytes of a row] uint8, and by blocks for tiles."""
@@ -149,7 +178,8 @@ class PartLaunches:
             kernel = quantize_rows(host.code, self._dtype, steps, self._activation)
             arguments = (x.data_ptr(), y.data_ptr(), columns, 0 if by_blocks is None else by_blocks.data_ptr())
             items = steps.rows_of_item, row_items(steps, columns)
-            host.launch(KernelLaunch(kernel, "rows", *items, arguments), x.shape[0])
+            joins = self._joins("int8")
+            host.launch(KernelLaunch(kernel, "rows", *items, arguments, joins=joins), x.shape[0])
             self._int8_rows[key] = y, by_blocks
         return self._int8_rows[key]
 
@@ -159,16 +189,18 @@ class PartLaunches:
         into = y if alone else host.new(f"part_{first}_{part.rows}", (x.shape[0], part.rows), y.dtype)
         bias = None if self._bias is None else self._bias[first : first + part.rows]
         streams = part_streams(part, host.num_threads)
-        launch_product(host, self._row_forms(part.dtype), part.panels, bias, into, streams)
+        rows = self._row_forms(part.dtype)
+        launch_product(host, rows, part.panels, bias, into, streams, self._joins("product"))
         if not alone:
             target = y.data_ptr() + first * y.element_size()
             copied = (into.data_ptr(), target, part.rows, y.shape[1])
             kernel = rows_of_x.place_columns(host.code, DTYPES[y.dtype])
-            host.launch(KernelLaunch(kernel, "rows", 1, 1, copied), x.shape[0])
+            self._launch(KernelLaunch(kernel, "rows", 1, 1, copied))
 
     def _row_forms(self, dtype: torch.dtype) -> RowForms:
         if dtype not in self._forms:
             self._forms[dtype] = row_forms(self._host, self._x, dtype)
+            self._joins(None)
         return self._forms[dtype]
 
     def _bias_at(self, first: int) -> int:
@@ -195,7 +227,7 @@ class PartLaunches:
         y = host.new(f"arranged_{len(self._arranged)}_{wide}", (x.shape[0], wide), dtype)
         kernel = arrange(host.code, self._dtype, out, order is not None)
         places = (x.data_ptr(), y.data_ptr(), 0 if order is None else order.data_ptr())
-        host.launch(KernelLaunch(kernel, "rows", 1, 1, (*places, x.shape[1], wide)), x.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, (*places, x.shape[1], wide)))
         return y
 
     def _group_sums(self, layout: PackedLayout, x: Tensor, order: Tensor | None) -> Tensor:
@@ -211,5 +243,5 @@ class PartLaunches:
         sums = self._host.new(f"group_sums_{len(self._sums)}_{groups}", (x.shape[0], groups), torch.float32)
         kernel = rows_of_x.group_sums(self._host.code, DTYPES[x.dtype])
         arguments = (x.data_ptr(), sums.data_ptr(), groups, columns)
-        self._host.launch(KernelLaunch(kernel, "rows", 1, 1, arguments), x.shape[0])
+        self._launch(KernelLaunch(kernel, "rows", 1, 1, arguments))
         return sums

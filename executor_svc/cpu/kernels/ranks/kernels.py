@@ -7,8 +7,8 @@ from typing import Any
 from llvmlite import ir
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
+from executor_svc.cpu.kernels.codegen.driver import pause
 from executor_svc.cpu.kernels.codegen.emit import ITEM_BYTES, Dtype, Emitter, Int, Vec
-from executor_svc.cpu.kernels.codegen.team import pause
 from executor_svc.cpu.kernels.norm import each_piece
 from executor_svc.cpu.kernels.ranks.memory import LINE
 

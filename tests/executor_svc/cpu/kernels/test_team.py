@@ -121,6 +121,33 @@ def test_what_follows_joined_launches_waits_for_all_of_them(num_threads: int) ->
         assert (buffers[0] == expected).all()
 
 
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_launches_of_one_item_run_in_their_order(num_threads: int) -> None:
+    """Each launch reads what those before it wrote, small or wide ones; with more rows the small have two items."""
+    code, share, width = Code(), 30, 60
+    kernel, buffers = mix_items(code), np.zeros((2, width), np.int64)
+    launches, steps, turn = list[KernelLaunch](), list[tuple[int, int, int, int]](), 0
+    for at, each, joins in [
+        (3, share, False),
+        (9, share, False),
+        (20, share, True),
+        (0, 1, False),
+        (5, share, False),
+    ] * 40:
+        turn += not joins
+        source, into = buffers[turn % 2], buffers[(turn + 1) % 2]
+        launches.append(KernelLaunch(kernel, "rows", each, 1, (source.ctypes.data, into[at:].ctypes.data), joins=joins))
+        steps.append((turn % 2, (turn + 1) % 2, at, each))
+    program = LaunchProgram(Team(code, num_threads), launches)
+    for rows in (share, 1, share, 2 * share):
+        buffers[:], expected = np.arange(2 * width).reshape(2, -1), np.arange(2 * width).reshape(2, -1)
+        for source, into, at, each in steps:
+            items = -(-rows // each)
+            expected[into, at : at + items] = mixed(expected[source, :rows], items)
+        program.run(rows=rows)
+        assert (buffers == expected).all(), rows
+
+
 def test_counts_of_several_names() -> None:
     code = Code()
     kernel, first, second = count_items(code), new_counts(9), new_counts(9)

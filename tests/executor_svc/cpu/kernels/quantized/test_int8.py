@@ -257,6 +257,20 @@ def test_threads_do_not_change_bits(threads: int) -> None:
         assert equal_bits(one(x), several(x))
 
 
+def test_parts_run_together() -> None:
+    """A thread that has no more of a part goes on with the next; only the first launch of each kind waits."""
+    kernels, x = CpuKernels(2), randn(17, 5, 512)
+    parts = [BlockRows(kind, any_block(kind, 200, 512, seed)) for seed, kind in enumerate((Q4_K, Q8_0, Q4_K))]
+    linear = made(kernels, F32, *parts)
+    with kernels.recording() as recording:
+        y = linear(x)
+    recording.program().run(rows=5)
+    assert equal_bits(y, linear(x))
+    together = [(launch.kernel.split("_")[0], launch.joins) for launch in recording.launches]
+    converted = [("quantize", False), ("quantize", True)]
+    assert together == [*converted, ("int8", False), ("int8", True), ("int8", True)]
+
+
 def test_numbers_are_near_those_of_the_weight() -> None:
     """The reference itself: within half a step of x of the product with the dequantized weight."""
     for name in NAMES:

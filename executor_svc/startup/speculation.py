@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.cpu.head_runner import CpuHeadRunner
+from executor_svc.cpu.kernels.suffixes.growth import SuffixKernels
 from executor_svc.cpu.runner import ModelRunner
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
@@ -139,11 +140,11 @@ def make_draft_source(
         case "ngram":
             return NgramSource(limits)
         case "suffix":
-            return SuffixSource(limits)
+            return SuffixSource(limits, SuffixKernels())
         case "draft" | "eagle3" | "mtp":
             return model
         case "auto":
-            suffix = SuffixSource(limits)
+            suffix = SuffixSource(limits, SuffixKernels())
             return suffix if model is None else ChainedSource(suffix, model)
 
 

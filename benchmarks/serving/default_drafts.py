@@ -90,7 +90,10 @@ def _row(name: str, service: Served, texts: _Kind, params: dict[str, object], op
     end = time.monotonic() + options.turns_s
     while time.monotonic() < end or len(pairs) < 4:
         with OtherLoad() as other:
-            pairs.append(_pair(service, texts, options.seed + 1000 * len(pairs), len(pairs) % 2 == 1))
+            number = len(pairs)
+            # A salt of its own, so that no text was there before.
+            salt = f"{params['kind']} {params['batch']} {number}"
+            pairs.append(_pair(service, texts, options.seed + 1000 * number, salt, number % 2 == 1))
         cores.append(other.cores)
     pairs = pairs[1:]  # the first warms up
     params |= {"measure": "default", "pairs": len(pairs), "output_tokens": texts.requests[0].output_len}
@@ -101,13 +104,13 @@ def _row(name: str, service: Served, texts: _Kind, params: dict[str, object], op
     return make_row(name, seed=options.seed, params=params, repeats=pairs, other_cores=cores[1:])
 
 
-def _pair(service: Served, texts: _Kind, seed: int, drafts_first: bool) -> dict[str, float]:
+def _pair(service: Served, texts: _Kind, seed: int, salt: str, drafts_first: bool) -> dict[str, float]:
     """Figures of the same requests with drafts and without."""
     runs: dict[bool, Decoded] = {}
     for with_drafts in (drafts_first, not drafts_first):
         runs[with_drafts] = service.decode(
             texts.requests, None if with_drafts else 0, temperature=texts.temperature, seed=seed,
-            cache_salt=f"{seed}",
+            cache_salt=salt,
         )  # fmt: skip
     on, off = runs[True], runs[False]
     if on.tokens != off.tokens:

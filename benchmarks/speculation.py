@@ -1,6 +1,6 @@
 """What do drafts gain? With an oracle on the 134.5M shape, beside what this machine's arithmetic allows; and on texts.
 
-`default`: what `--speculative auto` costs and gives on a real file.
+`default`: what `--speculative auto` costs and gives on a real file; `looks`: processor time where nothing is found.
 
 The oracle replays a recorded run, spoiled to a stated acceptance, for random weights have nothing to guess. The texts
 are the demo model's. All systems of a measure run in turns, each with its own processes; tokens must be those of the
@@ -32,14 +32,14 @@ from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
 from benchmarks.common.forward_step import make_runner, step_batch
 from benchmarks.common.rows import BenchmarkError, OtherLoad, Row, make_row, wait_quiet
 from benchmarks.common.workload import Request, decode_workload
-from benchmarks.serving import default_drafts, oracle, texts
+from benchmarks.serving import default_drafts, draft_looks, oracle, texts
 from benchmarks.serving.decoding import Decoded, Served, served
 from benchmarks.serving.opening import names_type
 from benchmarks.serving.oracle import RecordedText, save_texts
 from cadenza_launcher.services.family import Programs
 
 NAME = "speculation"
-ORACLE, TEXTS, DEFAULT = "oracle", "texts", "default"
+ORACLE, TEXTS, DEFAULT, LOOKS = "oracle", "texts", "default", "looks"
 MOST = 7
 """Drafts of a sequence in one step."""
 _CONTEXT = 96
@@ -55,6 +55,8 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
         yield from _oracle(options)
     if TEXTS in options.measure:
         yield from texts.measure(NAME, options)
+    if LOOKS in options.measure:
+        yield from draft_looks.measure(NAME, options)
     if DEFAULT in options.measure:
         yield from default_drafts.measure(NAME, options)
 
@@ -161,6 +163,8 @@ def _describe(row: Row) -> str:
     found, params = row.medians, row.params
     if params["measure"] == TEXTS:
         return texts.describe(row)
+    if params["measure"] == LOOKS:
+        return draft_looks.describe(row)
     if params["measure"] == DEFAULT:
         return default_drafts.describe(row)
     return (
@@ -185,8 +189,8 @@ def _batches(text: str) -> list[int]:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--measure", type=names_type((ORACLE, TEXTS, DEFAULT)), default=[ORACLE, TEXTS], metavar="NAMES",
-        help=f"of {ORACLE},{TEXTS},{DEFAULT} (default: the first two)",
+        "--measure", type=names_type((ORACLE, TEXTS, DEFAULT, LOOKS)), default=[ORACLE, TEXTS], metavar="NAMES",
+        help=f"of {ORACLE},{TEXTS},{DEFAULT},{LOOKS} (default: the first two)",
     )  # fmt: skip
     parser.add_argument("--shape", choices=sorted(SHAPES), default="135m", help="of the oracle's model (default 135m)")
     parser.add_argument("--batches", type=_batches, default=[1, 4, 16, 64], help="sequences (default 1,4,16,64)")

@@ -1,5 +1,7 @@
 """What do drafts gain? With an oracle on the 134.5M shape, beside what this machine's arithmetic allows; and on texts.
 
+`default`: what `--speculative auto` costs and gives on a real file; `looks`: processor time where nothing is found.
+
 The oracle replays a recorded run, spoiled to a stated acceptance, for random weights have nothing to guess. The texts
 are the demo model's. All systems of a measure run in turns, each with its own processes; tokens must be those of the
 service without drafts, or there is no row.
@@ -30,14 +32,14 @@ from benchmarks.common.checkpoints import SHAPES, random_checkpoint, vocab_size
 from benchmarks.common.forward_step import make_runner, step_batch
 from benchmarks.common.rows import BenchmarkError, OtherLoad, Row, make_row, wait_quiet
 from benchmarks.common.workload import Request, decode_workload
-from benchmarks.serving import oracle, texts
+from benchmarks.serving import default_drafts, draft_looks, oracle, texts
 from benchmarks.serving.decoding import Decoded, Served, served
 from benchmarks.serving.opening import names_type
 from benchmarks.serving.oracle import RecordedText, save_texts
 from cadenza_launcher.services.family import Programs
 
 NAME = "speculation"
-ORACLE, TEXTS = "oracle", "texts"
+ORACLE, TEXTS, DEFAULT, LOOKS = "oracle", "texts", "default", "looks"
 MOST = 7
 """Drafts of a sequence in one step."""
 _CONTEXT = 96
@@ -53,6 +55,10 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
         yield from _oracle(options)
     if TEXTS in options.measure:
         yield from texts.measure(NAME, options)
+    if LOOKS in options.measure:
+        yield from draft_looks.measure(NAME, options)
+    if DEFAULT in options.measure:
+        yield from default_drafts.measure(NAME, options)
 
 
 def _oracle(options: argparse.Namespace) -> Iterator[Row]:
@@ -157,6 +163,10 @@ def _describe(row: Row) -> str:
     found, params = row.medians, row.params
     if params["measure"] == TEXTS:
         return texts.describe(row)
+    if params["measure"] == LOOKS:
+        return draft_looks.describe(row)
+    if params["measure"] == DEFAULT:
+        return default_drafts.describe(row)
     return (
         f"{params['shape']}, batch {params['batch']}, acceptance {params['acceptance']}: "
         f"{params['num_drafts']} drafts allow {found['allowed_gain']:.2f}x; measured {found['fixed_gain']:.2f}x "
@@ -179,8 +189,8 @@ def _batches(text: str) -> list[int]:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--measure", type=names_type((ORACLE, TEXTS)), default=[ORACLE, TEXTS], metavar="NAMES",
-        help=f"of {ORACLE},{TEXTS} (default: both)",
+        "--measure", type=names_type((ORACLE, TEXTS, DEFAULT, LOOKS)), default=[ORACLE, TEXTS], metavar="NAMES",
+        help=f"of {ORACLE},{TEXTS},{DEFAULT},{LOOKS} (default: the first two)",
     )  # fmt: skip
     parser.add_argument("--shape", choices=sorted(SHAPES), default="135m", help="of the oracle's model (default 135m)")
     parser.add_argument("--batches", type=_batches, default=[1, 4, 16, 64], help="sequences (default 1,4,16,64)")
@@ -188,6 +198,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--acceptances", type=_acceptances, default=[0.0, 0.5, 0.7, 0.9], help="of drafts (default 0,0.5,0.7,0.9)"
     )
     texts.add_options(parser)
+    default_drafts.add_options(parser)
 
 
 BENCHMARK = Benchmark(NAME, "what do drafts gain?", _add_options, _run, _describe)

@@ -35,6 +35,8 @@ class Decoded:
     drafted: list[int]
     """Drafts by position."""
     accepted: list[int]
+    arrivals: list[list[tuple[float, int]]]
+    """Of each request: when its client got tokens, by `perf_counter`, and how many."""
 
     @property
     def acceptance(self) -> list[float]:
@@ -56,15 +58,18 @@ class Served:
         *,
         ignore_eos: bool = True,
         cache_salt: str | None = None,
+        temperature: float = 0.0,
+        seed: int | None = None,
     ) -> Decoded:
-        """Send all requests at once, greedy.
+        """Send all requests at once.
 
-        speculation: the most drafts of each. cache_salt: requests with another one share no texts. Raises
-        BenchmarkError.
+        speculation: the most drafts of each. cache_salt: requests with another one share no texts. seed: of the first
+        request; each further one has the next. Raises BenchmarkError.
         """
         before = self._drafts()
         start = time.perf_counter()
-        streams = asyncio.run(_streams(self.services.target, requests, _Call(speculation, ignore_eos, cache_salt)))
+        call = _Call(speculation, ignore_eos, cache_salt, temperature, seed)
+        streams = asyncio.run(_streams(self.services.target, requests, call))
         wall_s = time.perf_counter() - start
         drafted, accepted = (
             [now - then for then, now in zip(old + [0] * (len(new) - len(old)), new, strict=True)]
@@ -80,6 +85,7 @@ class Served:
             tokens_per_step=decoded / steps if steps else 1.0,
             drafted=drafted,
             accepted=accepted,
+            arrivals=[stream.arrivals for stream in streams],
         )
 
     def _drafts(self) -> tuple[list[int], list[int]]:
@@ -108,18 +114,22 @@ class _Call:
     speculation: int | None
     ignore_eos: bool
     cache_salt: str | None
+    temperature: float
+    seed: int | None
 
 
 async def _streams(target: str, requests: Sequence[Request], call: _Call) -> list[_Stream]:
     async with AsyncClient(target) as client:
         await client.model_info()
-        return await asyncio.gather(*(_stream(client, each, call) for each in requests))
+        return await asyncio.gather(*(_stream(client, index, each, call) for index, each in enumerate(requests)))
 
 
-async def _stream(client: AsyncClient, request: Request, call: _Call) -> _Stream:
+async def _stream(client: AsyncClient, index: int, request: Request, call: _Call) -> _Stream:
+    seed = None if call.seed is None else call.seed + index
     params = SamplingParams(
-        temperature=0.0, max_tokens=request.output_len, ignore_eos=call.ignore_eos, detokenize=False
-    )
+        temperature=call.temperature, seed=seed, max_tokens=request.output_len, ignore_eos=call.ignore_eos,
+        detokenize=False,
+    )  # fmt: skip
     prompt: dict[str, Any] = {"prompt_token_ids": request.prompt}
     if call.cache_salt is not None:
         prompt["cache_salt"] = call.cache_salt

@@ -9,6 +9,9 @@ Costs: a new token is O(1) amortized, about one state and a half and as many edg
 see `num_bytes`. A state's first edge is in the arrays of the states; most states have no other. Further edges are found
 with a hash table that grows by one bucket at a time (Litwin, 1980, "Linear hashing"), so that no token pays for a
 larger table. Its hash is random, against token ids chosen to collide, and nothing else depends on it.
+
+Tokens are added by machine code (`Extender`), which knows an automaton by its header. Arrays have room ahead of what is
+used, since machine code cannot grow them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import secrets
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import Protocol
 
 ROOT = 0
 """The state of the empty sequence."""
@@ -25,187 +29,121 @@ NO_STATE = -1
 # A state's followers are compared up to this number, the oldest: a state with more predicts little.
 _MAX_COMPARED = 64
 _FEW_BUCKETS = 8
-_EDGES_OF_BUCKET = 2
+EDGES_OF_BUCKET = 2
+"""With more further edges than this for each bucket, one is added."""
+_FEW_STATES, _FEW_EDGES = 32, 32
 _MASK = (1 << 64) - 1
 
 
-def _ints(*values: int) -> array[int]:
-    return array("i", values)
+_STATE_ARRAYS = ("length", "link", "count", "token", "target", "ring")
+_EDGE_ARRAYS = ("edge_state", "edge_token", "edge_target", "edge_next", "edge_chain")
+_COUNTS = (
+    *("num_states", "num_edges", "state_room", "edge_room", "edges_needed", "num_split", "low_mask", "multiplier"),
+    *("max_counted", "found"),
+)
+HEADER_FIELDS = (*_COUNTS, *_STATE_ARRAYS, *_EDGE_ARRAYS, "buckets")
+"""The int64 fields of a header: counts, then the addresses of the arrays."""
+_AT = {name: index for index, name in enumerate(HEADER_FIELDS)}
+
+
+class Extender(Protocol):
+    """Adds tokens to automata, as `cpu.kernels.suffixes` does."""
+
+    def extend(self, automaton: SuffixAutomaton, state: int, tokens: array[int]) -> int:
+        """Add tokens (int32) to the sequence of a state, ROOT for a new one, and return its new state.
+
+        The state of a sequence is that of the whole sequence, its longest substring.
+        """
+        ...
 
 
 class SuffixAutomaton:
     """Recognises the substrings of its sequences; states are numbers from 0, the root.
 
-    A sequence is added by `extend`, one token after the other, from the root; several may grow at the same time.
+    Sequences are added by an `Extender`, from the root; several may grow at the same time.
     """
 
     def __init__(self, max_counted: int = 32) -> None:
         """max_counted: a token counts as an occurrence of so many states at most, those of the longest substrings."""
-        self.length = _ints(0)
+        self._header = array("q", [0] * len(HEADER_FIELDS))
+        self.length = array("i")
         """[states] length of the longest substring of a state."""
-        self.link = _ints(NO_STATE)
+        self.link = array("i")
         """[states] the state of the longest suffix that is in another state."""
-        self.count = _ints(0)
+        self.count = array("i")
         """[states] number of occurrences; exact for substrings with fewer than max_counted states of longer ones."""
-        self._max_counted = max_counted
-        # The first edge of a state; the last of its further edges, which form a ring (0: it has none).
-        self._token = _ints(-1)
-        self._target = _ints(0)
-        self._ring = _ints(0)
+        # The first edge of a state (token -1: it has none); the last of its further edges, a ring (0: it has none).
+        self.token, self.target, self.ring = array("i"), array("i"), array("i")
         # Further edges, from 1: (state, token) -> target, the next of the state's ring, the next of the hash bucket.
-        self._edge_state = _ints(0)
-        self._edge_token = _ints(0)
-        self._edge_target = _ints(0)
-        self._edge_next = _ints(0)
-        self._edge_chain = _ints(0)
-        self._buckets = _ints(*([0] * _FEW_BUCKETS))
-        self._low_mask = _FEW_BUCKETS - 1
-        self._num_split = 0
+        self.edge_state, self.edge_token, self.edge_target = array("i"), array("i"), array("i")
+        self.edge_next, self.edge_chain = array("i"), array("i")
+        self.buckets = array("i")
         self._multiplier = secrets.randbits(64) | 1
+        signed = self._multiplier - (1 << 64) if self._multiplier >> 63 else self._multiplier
+        for name, value in (
+            ("num_states", 1), ("num_edges", 1), ("low_mask", _FEW_BUCKETS - 1), ("multiplier", signed),
+            ("max_counted", max_counted),
+        ):  # fmt: skip
+            self._header[_AT[name]] = value
+        self.grow()
+        self.link[ROOT] = self.token[ROOT] = NO_STATE
+
+    @property
+    def address(self) -> int:
+        """Of the header; it stays for the life of the automaton."""
+        return self._header.buffer_info()[0]
+
+    @property
+    def num_states(self) -> int:
+        """The root included."""
+        return self._header[_AT["num_states"]]
+
+    def grow(self) -> None:
+        """Make room for the tokens that follow, those included that an `Extender` found no room for."""
+        header = self._header
+        states, edges = header[_AT["num_states"]], header[_AT["num_edges"]]
+        self._lengthen(_STATE_ARRAYS, states + 2 + max(states // 8, _FEW_STATES), "state_room")
+        needed = edges + header[_AT["edges_needed"]] + 1
+        self._lengthen(_EDGE_ARRAYS, needed + max(edges // 8, _FEW_EDGES), "edge_room")
+        self._lengthen(("buckets",), header[_AT["edge_room"]] // EDGES_OF_BUCKET + _FEW_BUCKETS + 1, None)
+
+    def _lengthen(self, names: Iterable[str], size: int, room: str | None) -> None:
+        """Make arrays at least so long; room: the field of their length."""
+        for name in names:
+            values: array[int] = getattr(self, name)
+            if len(values) < size:
+                values.frombytes(bytes(4 * (size - len(values))))
+            self._header[_AT[name]] = values.buffer_info()[0]
+            if room is not None:
+                self._header[_AT[room]] = len(values)
 
     @property
     def num_bytes(self) -> int:
         """The bytes that the arrays hold, with the room that they have reserved."""
-        states = (self.length, self.link, self.count, self._token, self._target, self._ring)
-        edges = (self._edge_state, self._edge_token, self._edge_target, self._edge_next, self._edge_chain)
-        return sum(map(sys.getsizeof, states)) + sum(map(sys.getsizeof, edges)) + sys.getsizeof(self._buckets)
+        return sum(sys.getsizeof(getattr(self, name)) for name in (*_STATE_ARRAYS, *_EDGE_ARRAYS, "buckets"))
 
     def follow(self, state: int, token: int) -> int:
         """Return the state after a further token, or NO_STATE."""
-        if self._token[state] == token:
-            return self._target[state]
-        if self._ring[state]:
+        if self.token[state] == token:
+            return self.target[state]
+        if self.ring[state]:
             edge = self._find(state, token)
             if edge:
-                return self._edge_target[edge]
+                return self.edge_target[edge]
         return NO_STATE
-
-    def extend(self, last: int, token: int) -> int:
-        """Add a token to a sequence and return its new state; last: its state so far, ROOT for a new sequence.
-
-        The state of a sequence is that of the whole sequence, its longest substring.
-        """
-        length, link, first, target, ring = self.length, self.link, self._token, self._target, self._ring
-        state, new, found = last, NO_STATE, ROOT
-        while state >= 0:
-            if first[state] == token:
-                found = target[state]
-                break
-            if ring[state] and (edge := self._find(state, token)):
-                found = self._edge_target[edge]
-                break
-            if new < 0:
-                new = self._add_state(length[last] + 1)
-            if first[state] < 0:
-                first[state], target[state] = token, new
-            else:
-                self._add_edge(state, token, new)
-            state = link[state]
-        if found != ROOT and length[found] != length[state] + 1:
-            found = self._clone(found, state, token)
-        if new < 0:
-            new = found
-        else:
-            link[new] = found
-        self._count(new)
-        return new
-
-    def _count(self, state: int) -> None:
-        """Count an occurrence of a state, and of its suffixes."""
-        count, link = self.count, self.link
-        for _ in range(self._max_counted):
-            count[state] += 1
-            state = link[state]
-            if state <= ROOT:
-                break
-
-    def _add_state(self, length: int) -> int:
-        self.length.append(length)
-        self.link.append(ROOT)
-        self.count.append(0)
-        self._token.append(-1)
-        self._target.append(0)
-        self._ring.append(0)
-        return len(self.length) - 1
-
-    def _clone(self, found: int, state: int, token: int) -> int:
-        """Split a state: its substrings up to the length that `state` gives with the token move to a new one."""
-        clone = self._add_state(self.length[state] + 1)
-        self.link[clone] = self.link[found]
-        self.count[clone] = self.count[found]
-        self.link[found] = clone
-        self._token[clone], self._target[clone] = self._token[found], self._target[found]
-        last = edge = self._ring[found]
-        while edge:
-            edge = self._edge_next[edge]
-            self._add_edge(clone, self._edge_token[edge], self._edge_target[edge])
-            if edge == last:
-                break
-        while state >= 0:
-            if self._token[state] == token:
-                if self._target[state] != found:
-                    break
-                self._target[state] = clone
-            else:
-                edge = self._find(state, token)
-                if self._edge_target[edge] != found:
-                    break
-                self._edge_target[edge] = clone
-            state = self.link[state]
-        return clone
 
     def _find(self, state: int, token: int) -> int:
         """Return the further edge of a state with this token; 0: there is none."""
         mixed = ((state << 20 ^ token) * self._multiplier & _MASK) >> 32
-        bucket = mixed & self._low_mask
-        if bucket < self._num_split:
-            bucket = mixed & (2 * self._low_mask + 1)
-        edge = self._buckets[bucket]
-        states, tokens = self._edge_state, self._edge_token
+        low_mask = self._header[_AT["low_mask"]]
+        bucket = mixed & low_mask
+        if bucket < self._header[_AT["num_split"]]:
+            bucket = mixed & (2 * low_mask + 1)
+        edge = self.buckets[bucket]
+        states, tokens = self.edge_state, self.edge_token
         while edge and (states[edge] != state or tokens[edge] != token):
-            edge = self._edge_chain[edge]
+            edge = self.edge_chain[edge]
         return edge
-
-    def _add_edge(self, state: int, token: int, target: int) -> None:
-        """Add a further edge, the last in the state's ring."""
-        edge = len(self._edge_state)
-        last = self._ring[state]
-        self._edge_state.append(state)
-        self._edge_token.append(token)
-        self._edge_target.append(target)
-        if last:
-            self._edge_next.append(self._edge_next[last])
-            self._edge_next[last] = edge
-        else:
-            self._edge_next.append(edge)
-        self._ring[state] = edge
-        mixed = ((state << 20 ^ token) * self._multiplier & _MASK) >> 32
-        bucket = mixed & self._low_mask
-        if bucket < self._num_split:
-            bucket = mixed & (2 * self._low_mask + 1)
-        self._edge_chain.append(self._buckets[bucket])
-        self._buckets[bucket] = edge
-        if edge > _EDGES_OF_BUCKET * len(self._buckets):
-            self._split_bucket()
-
-    def _split_bucket(self) -> None:
-        """Add a bucket: it takes its part of the edges of the bucket whose turn it is."""
-        old, chain, buckets = self._num_split, self._edge_chain, self._buckets
-        half = self._low_mask + 1
-        edge, kept, moved = buckets[old], 0, 0
-        while edge:
-            following = chain[edge]
-            mixed = ((self._edge_state[edge] << 20 ^ self._edge_token[edge]) * self._multiplier & _MASK) >> 32
-            if mixed & half:
-                chain[edge], moved = moved, edge
-            else:
-                chain[edge], kept = kept, edge
-            edge = following
-        buckets[old] = kept
-        buckets.append(moved)
-        self._num_split += 1
-        if self._num_split == half:
-            self._low_mask, self._num_split = 2 * half - 1, 0
 
     def walk(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Return (state, length) of the longest suffix of a matched substring and a further token that matches.
@@ -221,7 +159,7 @@ class SuffixAutomaton:
 
     def continued(self, state: int) -> int:
         """Return the longest suffix of a state that has a follower; the root has none in an empty automaton."""
-        while state > ROOT and self._token[state] < 0:
+        while state > ROOT and self.token[state] < 0:
             state = self.link[state]
         return state
 
@@ -238,11 +176,11 @@ class SuffixAutomaton:
         Of several, the one whose edge was added last; of more than 64 followers, the oldest 64 are compared. Without a
         follower the token is -1.
         """
-        token, following = self._token[state], self._target[state]
-        last = edge = self._ring[state]
+        token, following = self.token[state], self.target[state]
+        last = edge = self.ring[state]
         if not edge:
             return token, following, 1.0
-        count, targets, ring = self.count, self._edge_target, self._edge_next
+        count, targets, ring = self.count, self.edge_target, self.edge_next
         highest = total = count[following]
         best = 0
         for _ in range(_MAX_COMPARED):
@@ -256,5 +194,5 @@ class SuffixAutomaton:
         else:
             total = max(total, count[state])
         if best:
-            token, following = self._edge_token[best], targets[best]
+            token, following = self.edge_token[best], targets[best]
         return token, following, highest / total

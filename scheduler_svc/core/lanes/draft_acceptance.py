@@ -16,6 +16,8 @@ _BLOCK = 32.0
 """Trials after which the newest are held against the mean."""
 _SUDDEN = 4.0
 """Standard errors by which the newest trials differ from a mean that no longer holds."""
+_STALE = 2.0
+"""Trials' weight that a position keeps in expectations while only those before it are tried."""
 _PRIOR = 2.0
 """Trials' weight of the extrapolation from the position before."""
 
@@ -46,6 +48,20 @@ class _Share:
         self._new_successes += successes
         self._new_trials += trials
         return self._new_trials >= _BLOCK and self._has_changed()
+
+    def weighed(self, now: int) -> tuple[float, float]:
+        """Return (successes, trials) as they weigh after result `now`."""
+        keep = 1.0
+        if now > self._seen_at and self.trials > _STALE:
+            keep = max(_STALE / self.trials, _FADE ** (now - self._seen_at))
+        return keep * self.successes, keep * self.trials
+
+    def doubted(self) -> _Share:
+        """Return a share that begins with this estimate, which a few trials outweigh."""
+        kept = min(1.0, _LEAST / self.trials) if self.trials else 0.0
+        result = _Share(kept * self.successes, kept * self.trials)
+        result._seen_at = self._seen_at
+        return result
 
     def doubt(self) -> None:
         """Keep the estimate, but let a few new trials outweigh it."""
@@ -78,6 +94,7 @@ class DraftAcceptance:
     """
 
     def __init__(self, most: int) -> None:
+        self._now = 0
         self._accepted = [_Share() for _ in range(most)]
         self._found = [_Share() for _ in range(most)]
         if most:
@@ -85,11 +102,20 @@ class DraftAcceptance:
             self._accepted[0] = _Share(1.2, 2.0)
             self._found[0] = _Share(2.0, 2.0)
 
+    def begun(self) -> DraftAcceptance:
+        """Return another one's beginning: these estimates, which a few trials outweigh."""
+        result = DraftAcceptance(0)
+        result._now = self._now
+        result._accepted = [share.doubted() for share in self._accepted]
+        result._found = [share.doubted() for share in self._found]
+        return result
+
     def observe(self, num_drafting: int, drafted_at: Sequence[int], accepted_at: Sequence[int], now: int) -> bool:
         """Add a result in which `num_drafting` sequences were allowed as many drafts as the columns have positions.
 
         Returns whether acceptance has changed suddenly. Then what is known of further positions is in doubt, too.
         """
+        self._now = now
         had, survived = num_drafting, float(num_drafting)
         has_changed = False
         for i, (num_drafted, num_accepted) in enumerate(zip(drafted_at, accepted_at, strict=True)):
@@ -119,8 +145,10 @@ class DraftAcceptance:
             else:
                 # The first draft is found where the source matches at all, which says nothing of the second.
                 before = found_here if i > 1 else 1.0
-                found_here = (found.successes + _PRIOR * before) / (found.trials + _PRIOR)
-                accepted_here = (accepted.successes + _PRIOR * accepted_here) / (accepted.trials + _PRIOR)
+                successes, trials = found.weighed(self._now)
+                found_here = (successes + _PRIOR * before) / (trials + _PRIOR)
+                successes, trials = accepted.weighed(self._now)
+                accepted_here = (successes + _PRIOR * accepted_here) / (trials + _PRIOR)
             reach *= found_here
             survive *= accepted_here
             drafted += reach

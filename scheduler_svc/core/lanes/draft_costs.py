@@ -76,7 +76,8 @@ class DraftCosts:
     means of the same bucket, so that growing contexts cost no more than a new measurement of each. Steps that also
     compute prompts must not be added.
 
-    A bucket that lacks a measurement takes the relative cost of the nearest one that has it.
+    A number of drafts that was not measured, between two that were, costs what the line between them says. A bucket
+    that lacks a measurement takes the relative cost of the nearest one that has it.
     """
 
     def __init__(self, most: int) -> None:
@@ -95,18 +96,37 @@ class DraftCosts:
         cells = self._cells.get(bucket)
         return cells is not None and cells[max_drafts].weight >= _MEASURED
 
+    def most_measured(self, bucket: int) -> int:
+        """The most drafts that this bucket itself has measured; 0: none."""
+        cells = self._cells.get(bucket, ())
+        return max((k for k, cell in enumerate(cells) if cell.weight >= _MEASURED), default=0)
+
     def extra(self, bucket: int, max_drafts: int) -> tuple[float, float] | None:
         """The time that drafts add, as a share of a step without any, and the drafts per decode that it was measured
         with. None: not measured within two octaves."""
-        own = self._own_extra(bucket, max_drafts, _NEAR)
+        own = self._between(bucket, max_drafts, _NEAR)
         if own is not None:
             return own
         for distance in range(1, _REACH + 1):
             # Larger batches first: theirs is the higher cost.
             for near in (bucket + distance, bucket - distance):
-                if near in self._cells and (found := self._own_extra(near, max_drafts, 0)) is not None:
+                if near in self._cells and (found := self._between(near, max_drafts, 0)) is not None:
                     return found
         return None
+
+    def _between(self, bucket: int, max_drafts: int, reach: int) -> tuple[float, float] | None:
+        """As `_own_extra`; without a measurement of so many, between the nearest fewer and more."""
+        own = self._own_extra(bucket, max_drafts, reach)
+        if own is not None or bucket not in self._cells:
+            return own
+        more = ((k, self._own_extra(bucket, k, reach)) for k in range(max_drafts + 1, self._most + 1))
+        high, above = next(((k, found) for k, found in more if found is not None), (0, None))
+        if above is None:
+            return None
+        fewer = ((k, self._own_extra(bucket, k, reach)) for k in range(max_drafts - 1, 0, -1))
+        low, below = next(((k, found) for k, found in fewer if found is not None), (0, (0.0, 0.0)))
+        share = (max_drafts - low) / (high - low)
+        return below[0] + share * (above[0] - below[0]), below[1] + share * (above[1] - below[1])
 
     def _own_extra(self, bucket: int, max_drafts: int, reach: int) -> tuple[float, float] | None:
         cells = self._cells.get(bucket)

@@ -19,9 +19,10 @@ def max_drafts_of(group: SequenceGroup, executor: ExecutorSpec) -> int:
 
 
 def allow_drafts(sequences: Iterable[Sequence], executor: ExecutorSpec) -> None:
-    """Set the most drafts of sequences that an executor is about to run."""
+    """Set the most drafts of sequences that an executor is about to run, and who may see their tokens."""
     for sequence in sequences:
         sequence.max_drafts = max_drafts_of(sequence.group, executor)
+        sequence.draft_scope = draft_scope(sequence) if sequence.max_drafts else 0
 
 
 def draft_scope(sequence: Sequence) -> int:

@@ -11,7 +11,7 @@ corrects the member's counts: they are a lower bound.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.sequences.sequence import Sequence, held_slot
@@ -30,6 +30,8 @@ class DecodeBatch:
         self._block_size = block_size
         self.num_drafting = 0
         """Number of members that may have drafts."""
+        self.draft_scopes: dict[int, int] = {}
+        """How many of these are in each scope."""
         self._offset_sum = 0
         """Sum of the members' differences between num_steps and their computed tokens, which stay as they are."""
         self._block_calendar: _Calendar = defaultdict(dict)
@@ -45,7 +47,7 @@ class DecodeBatch:
             raise InvariantError(f"sequence {sequence.sequence_id} is not ready to decode")
         num_steps = self.num_steps
         insort(self.slots, held_slot(sequence))
-        self.num_drafting += sequence.max_drafts > 0
+        self._count_drafting(sequence, 1)
         sequence.attach_step_counter(self)
         self._offset_sum += num_steps - num_computed
         self._block_calendar[num_steps + len(sequence.block_ids) * self._block_size - num_computed][sequence] = None
@@ -59,9 +61,17 @@ class DecodeBatch:
         )
         _unschedule(self._last_token_calendar, num_steps + sequence.max_len - num_computed - 1, sequence)
         self._offset_sum -= num_steps - num_computed
-        self.num_drafting -= sequence.max_drafts > 0
+        self._count_drafting(sequence, -1)
         del self.slots[bisect_left(self.slots, held_slot(sequence))]
         sequence.detach_step_counter()
+
+    def _count_drafting(self, sequence: Sequence, change: int) -> None:
+        """Count a member that joins (1) or leaves (-1), if it may have drafts."""
+        if sequence.max_drafts:
+            self.num_drafting += change
+            self.draft_scopes[sequence.draft_scope] = self.draft_scopes.get(sequence.draft_scope, 0) + change
+            if not self.draft_scopes[sequence.draft_scope]:
+                del self.draft_scopes[sequence.draft_scope]
 
     def correct(self, sequence: Sequence, num_more: int) -> None:
         """Count tokens of a member beyond one a step, after a result; it stays below its maximum length.
@@ -90,7 +100,7 @@ class DecodeBatch:
             num_computed = sequence.start_decoding(slot, self)
             offset = num_steps - num_computed
             self._offset_sum += offset
-            self.num_drafting += sequence.max_drafts > 0
+            self._count_drafting(sequence, 1)
             self._block_calendar[offset + len(sequence.block_ids) * size][sequence] = None
             self._last_token_calendar[offset + sequence.max_len - 1][sequence] = None
 
@@ -104,7 +114,7 @@ class DecodeBatch:
         for sequence in sequences:
             offset = num_steps - sequence.num_computed_tokens
             self._offset_sum -= offset
-            self.num_drafting -= sequence.max_drafts > 0
+            self._count_drafting(sequence, -1)
             _unschedule(blocks, offset + len(sequence.block_ids) * size, sequence)
             _unschedule(last_tokens, offset + sequence.max_len - 1, sequence)
             slot = sequence.finish_decoding()
@@ -186,6 +196,8 @@ class DecodeBatch:
                 raise InvariantError("a calendar holds a sequence that is not a member")
         if self.num_drafting != sum(sequence.max_drafts > 0 for sequence in sequences):
             raise InvariantError("the members with drafts are miscounted")
+        if self.draft_scopes != Counter(sequence.draft_scope for sequence in sequences if sequence.max_drafts):
+            raise InvariantError("the scopes of the members with drafts are miscounted")
         if self.num_computed_tokens != sum(sequence.num_computed_tokens for sequence in sequences):
             raise InvariantError("the computed tokens of the decode batch are miscounted")
 

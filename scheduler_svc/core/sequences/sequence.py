@@ -22,6 +22,7 @@ class Sequence(SequenceMemory):
 
     __slots__ = (
         "described",
+        "draft_scope",
         "finish",
         "group",
         "is_beam",
@@ -65,6 +66,8 @@ class Sequence(SequenceMemory):
         """The sequence that is still computing KV in blocks shared with this one; None if all shared KV is there."""
         self.max_drafts = 0
         """The most drafts in a step, as its description says."""
+        self.draft_scope = 0
+        """With drafts: a number for all sequences that may see each other's tokens; 0: no others."""
         self.num_hit_tokens = 0
         """Number of tokens found in the prefix cache at the last admission."""
         self.prompt_logprobs_end = 1

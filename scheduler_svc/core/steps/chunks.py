@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 from cadenza_common.plan.plan import AdmittedSequence, PrefixSource
 from cadenza_common.plan.sampling import SequenceSampling
-from scheduler_svc.core.lanes.draft_limits import draft_scope, max_drafts_of
+from scheduler_svc.core.lanes.draft_limits import allow_drafts
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import Chunk, PlannedStep
 from scheduler_svc.core.memory.block_tables import have_same_blocks
@@ -190,7 +190,7 @@ def _describe(
     source: PrefixSource | None,
 ) -> None:
     sequence.described = True
-    sequence.max_drafts = max_drafts_of(sequence.group, lane.spec)
+    allow_drafts([sequence], lane.spec)
     step.described.append(sequence)
     token_ids = tuple(sequence.output_ids) if source else sequence.token_ids
     admitted = described(
@@ -215,7 +215,7 @@ def described(
     admitted = AdmittedSequence(slot, token_ids, num_prompt, num_computed_tokens, block_ids, sampling, index)
     if sequence.max_drafts:
         admitted.max_drafts, admitted.max_len = sequence.max_drafts, sequence.max_len
-        admitted.draft_scope = draft_scope(sequence)
+        admitted.draft_scope = sequence.draft_scope
     if spec.sampling.grammar is not None:
         admitted.grammar_turn = turn_of(spec.tenant)
     admitted.adapter_index = spec.adapter_index

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from cadenza_common.plan.result import StepResult
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.lanes.draft_control import DraftedStep
+from scheduler_svc.core.lanes.draft_control import DraftedStep, ScopeDrafts
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable
@@ -62,10 +62,13 @@ def observe_drafts(lane: Lane, step: PlannedStep, result: StepResult) -> None:
     if not (lane.spec.max_drafts and step.decode_slots):
         return
     most, num_decodes = step.plan.max_drafts, max(len(step.decode_slots), step.num_drafting)
-    drafts, accepted = list(result.num_drafts), list(result.num_accepted)
-    drafted_at = [sum(count > index for count in drafts) for index in range(most)]
-    accepted_at = [sum(count > index for count in accepted) for index in range(most)]
-    lane.counts.drafts.add(drafted_at, accepted_at)
+    drafts, by_scope = list(result.num_drafts), dict[int, ScopeDrafts]()
+    if drafts:
+        accepted = list(result.num_accepted)
+        drafted_at = [sum(count > index for count in drafts) for index in range(most)]
+        accepted_at = [sum(count > index for count in accepted) for index in range(most)]
+        lane.counts.drafts.add(drafted_at, accepted_at)
+        by_scope = _by_scope(lane, step, result, ScopeDrafts(step.num_drafting, accepted_at, drafted_at))
     lane.counts.drafts.most = most
     lane.draft_control.observe(
         DraftedStep(
@@ -73,10 +76,30 @@ def observe_drafts(lane: Lane, step: PlannedStep, result: StepResult) -> None:
             num_drafting=step.num_drafting,
             max_drafts=most,
             num_drafts=sum(drafts),
-            num_accepted=sum(accepted),
-            accepted_at=accepted_at,
-            drafted_at=drafted_at,
+            num_accepted=sum(result.num_accepted),
             num_other_tokens=step.total_tokens - num_decodes,
             step_ns=result.timings.total_ns - result.timings.moves_ns,
+            by_scope=by_scope,
         )
     )
+
+
+def _by_scope(lane: Lane, step: PlannedStep, result: StepResult, whole: ScopeDrafts) -> dict[int, ScopeDrafts]:
+    """Return what a result with these drafts says of each scope."""
+    most, scopes = step.plan.max_drafts, lane.decode_batch.draft_scopes
+    if len(scopes) == 1:
+        return dict.fromkeys(scopes, whole)
+    drafted = zip(result.num_drafts, result.num_accepted, strict=True) if len(result.num_drafts) else ()
+    counts = dict(zip(result.slots, drafted, strict=False))
+    found: dict[int, ScopeDrafts] = {}
+    for slot in step.decode_slots:
+        sequence = lane.sequence_at[slot]
+        if sequence is None or not sequence.max_drafts:
+            continue
+        part = found.setdefault(sequence.draft_scope, ScopeDrafts(0, [0] * most, [0] * most))
+        part.num_drafting += 1
+        num_drafts, num_accepted = counts.get(slot, (0, 0))
+        for index in range(num_drafts):
+            part.drafted_at[index] += 1
+            part.accepted_at[index] += index < num_accepted
+    return found

@@ -167,7 +167,7 @@ def plan_drafts(lane: Lane, step: PlannedStep, budget: StepBudget) -> None:
     num_drafting = step.num_drafting
     if not num_drafting or not step.decode_slots:
         return
-    chosen = lane.draft_control.choose(len(step.decode_slots))
+    chosen = lane.draft_control.choose(len(step.decode_slots), lane.decode_batch.draft_scopes)
     chosen = min(chosen, budget.num_tokens // num_drafting, budget.num_sequences // num_drafting)
     if chosen > 0:
         step.plan.max_drafts = chosen

@@ -12,6 +12,7 @@ import pytest
 
 from cadenza_common.plan.result import StepResult
 from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.cpu.kernels.suffixes.growth import SuffixKernels
 from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.sampling import state as gpu_sampling_state
@@ -35,7 +36,10 @@ from tests.helpers.executor.plans import columns, ints, scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
 from tests.helpers.marks import short_and_long
 
-SOURCES: dict[str, Callable[[Limits], DraftSource]] = {"ngram": NgramSource, "suffix": SuffixSource}
+SOURCES: dict[str, Callable[[Limits], DraftSource]] = {
+    "ngram": NgramSource,
+    "suffix": lambda limits: SuffixSource(limits, SuffixKernels()),
+}
 
 
 @pytest.fixture(scope="module")

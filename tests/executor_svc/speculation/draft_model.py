@@ -26,7 +26,7 @@ def num_shared_bytes(source: SuffixSource) -> int:
 
 def num_own_bytes(source: SuffixSource) -> int:
     """The bytes of the automata of the sequences."""
-    return sum(sequence.own.num_bytes for sequence in source._sequences if sequence is not None)
+    return sum(own.num_bytes for own in source._own if own is not None)
 
 
 class Driver:

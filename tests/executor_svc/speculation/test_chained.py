@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza_common.plan.plan import StepPlan
+from executor_svc.cpu.kernels.suffixes.growth import SuffixKernels
 from executor_svc.speculation.chained import ChainedSource
 from executor_svc.speculation.drafts import Drafts, tokens_to_index
 from executor_svc.speculation.ngram import NgramSource
@@ -71,7 +72,9 @@ def test_both_sources_follow_the_slots():
 
 def test_n_grams_after_suffixes():
     bounds = limits()
-    driver = Driver(ChainedSource(SuffixSource(bounds, min_match=3), NgramSource(bounds, min_match=2)), bounds)
+    driver = Driver(
+        ChainedSource(SuffixSource(bounds, SuffixKernels(), min_match=3), NgramSource(bounds, min_match=2)), bounds
+    )
     driver.admit(0, [1, 2, 3, 4, 1, 2, 3])
     driver.admit(1, [1, 2, 3, 4, 0, 2, 3])
     driver.admit(2, [1, 2, 3, 4, 0, 0, 3])

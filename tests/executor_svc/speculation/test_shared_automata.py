@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from executor_svc.cpu.kernels.suffixes.growth import SuffixKernels
 from executor_svc.speculation.shared_automata import SMALLEST_MAX_BYTES
 from executor_svc.speculation.suffix import SuffixSource
 from executor_svc.speculation.suffix_automaton import SuffixAutomaton
@@ -23,7 +24,7 @@ from tests.helpers.marks import short_and_long
 
 def driver_of(num_slots=4):
     bounds = limits(num_slots, 512)
-    return Driver(SuffixSource(bounds, max_bytes=SMALLEST_MAX_BYTES), bounds)
+    return Driver(SuffixSource(bounds, SuffixKernels(), max_bytes=SMALLEST_MAX_BYTES), bounds)
 
 
 @pytest.mark.slow

@@ -2,12 +2,13 @@
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor_svc.cpu.kernels.suffixes.growth import SuffixKernels
 from executor_svc.speculation.suffix import SuffixSource
+from executor_svc.speculation.suffix_texts import NUM_INDEXED
 from tests.executor_svc.speculation.draft_model import (
     Corpus,
     Driver,
@@ -26,7 +27,7 @@ NUM_SLOTS = 4
 
 def driver_of(num_slots=NUM_SLOTS, max_model_len=512, **options):
     bounds = limits(num_slots, max_model_len)
-    return Driver(SuffixSource(bounds, **options), bounds)
+    return Driver(SuffixSource(bounds, SuffixKernels(), **options), bounds)
 
 
 class Model:
@@ -229,7 +230,7 @@ def test_long_prompts_are_indexed_over_several_steps():
     driver.admit(1, prompt[:90])
 
     def num_indexed():
-        return np.array([0 if each is None else each.num_indexed for each in driver.source._sequences])
+        return driver.source._texts.table[:, NUM_INDEXED].copy()
 
     indexed = num_indexed()
     for _ in range(12):
@@ -299,4 +300,4 @@ def test_no_drafts_where_none_are_allowed_or_known():
 def test_values_out_of_range_are_refused():
     for options in ({"min_match": 0}, {"factor": 0}, {"min_probability": 1.5}, {"max_bytes": 1000}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            SuffixSource(limits(), **options)
+            SuffixSource(limits(), SuffixKernels(), **options)

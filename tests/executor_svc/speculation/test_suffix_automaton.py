@@ -3,11 +3,13 @@
 import itertools
 import random
 import tracemalloc
+from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executor_svc.cpu.kernels.suffixes.growth import SuffixKernels
 from executor_svc.speculation.suffix_automaton import NO_STATE, ROOT, SuffixAutomaton
 from tests.executor_svc.speculation.draft_model import Corpus
 
@@ -17,14 +19,21 @@ GROWTH = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=24)
 
 def followers_of(automaton, state):
     """(token, the state after it) of every edge of a state, in the order in which they were added."""
-    if automaton._token[state] >= 0:
-        yield automaton._token[state], automaton._target[state]
-    last = edge = automaton._ring[state]
+    if automaton.token[state] >= 0:
+        yield automaton.token[state], automaton.target[state]
+    last = edge = automaton.ring[state]
     while edge:
-        edge = automaton._edge_next[edge]
-        yield automaton._edge_token[edge], automaton._edge_target[edge]
+        edge = automaton.edge_next[edge]
+        yield automaton.edge_token[edge], automaton.edge_target[edge]
         if edge == last:
             return
+
+
+KERNELS = SuffixKernels()
+
+
+def extended(automaton, state, *tokens):
+    return KERNELS.extend(automaton, state, array("i", tokens))
 
 
 def grown(growth, max_counted=1000):
@@ -33,7 +42,7 @@ def grown(growth, max_counted=1000):
     for _ in states:
         corpus.new_text()
     for number, token in growth:
-        states[number] = automaton.extend(states[number], token)
+        states[number] = extended(automaton, states[number], token)
         corpus.append(number, [token])
     return automaton, corpus, states
 
@@ -84,7 +93,7 @@ def test_states_are_those_of_the_smallest_automaton(growth):
         longest[state] = max(longest.get(state, ()), substring, key=len)
         same = state_of(automaton, substring[1:]) == state
         assert same == (len(substring) > 1 and corpus.ends(substring) == corpus.ends(substring[1:]))
-    assert len(automaton.length) == len(longest) + 1 <= max(2 * len(growth), 1)
+    assert automaton.num_states == len(longest) + 1 <= max(2 * len(growth), 1)
     for state, substring in longest.items():
         assert automaton.length[state] == len(substring)
         assert automaton.link[state] == state_of(automaton, corpus.shorter(substring))
@@ -96,14 +105,14 @@ def test_capped_counts_are_too_low_only_for_substrings_with_many_longer_ones(gro
     automaton, corpus, _ = grown(growth, cap)
     exact, _, _ = grown(growth)
     # The number of states between a state and the longest that ends at the same place.
-    above = dict.fromkeys(range(len(automaton.length)), 0)
+    above = dict.fromkeys(range(automaton.num_states), 0)
     for text in corpus.texts:
         for end in range(1, len(text) + 1):
             state, depth = state_of(automaton, text[:end]), 0
             while state != ROOT:
                 above[state] = max(above[state], depth)
                 state, depth = automaton.link[state], depth + 1
-    for state in range(1, len(automaton.length)):
+    for state in range(1, automaton.num_states):
         assert 1 <= automaton.count[state] <= exact.count[state]
         if above[state] < cap:
             assert automaton.count[state] == exact.count[state]
@@ -147,7 +156,7 @@ def test_link_of_a_single_sequence_is_its_longest_suffix_that_was_there_before(g
 def test_best_of_very_many_followers_compares_the_oldest():
     automaton, state = SuffixAutomaton(), ROOT
     for token in [*range(1, 200), 40, 150, 150, 150]:
-        state = automaton.extend(automaton.extend(state, 0), token)
+        state = extended(automaton, state, 0, token)
     token, _, share = automaton.best(automaton.follow(ROOT, 0))
     assert (token, share) == (40, 2 / 203)
 
@@ -160,7 +169,7 @@ def test_large_vocabularies_and_memory():
     automaton, state = SuffixAutomaton(), ROOT
     held_before = tracemalloc.get_traced_memory()[0]
     for token in tokens:
-        state = automaton.extend(state, token)
+        state = extended(automaton, state, token)
     held = tracemalloc.get_traced_memory()[0] - held_before
     tracemalloc.stop()
     assert automaton.num_bytes == pytest.approx(held, rel=0.02)

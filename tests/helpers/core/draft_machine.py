@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.lanes.draft_control import DraftControl, DraftedStep
+from scheduler_svc.core.lanes.draft_control import DraftControl, DraftedStep, ScopeDrafts
 
 StepNs = Callable[[int, int], float]
 """Nanoseconds of a step by its number of decodes and of drafts."""
@@ -33,6 +33,8 @@ class DraftMachine:
     noise: float = 0.02
     """Relative standard deviation of a step's time."""
     depth: int = 2
+    scope: int = 0
+    """Of all sequences."""
     prompt_every: int = 0
     """Each so many steps one computes a prompt too, and takes ten times as long; 0: none does."""
     rng: random.Random = field(default_factory=lambda: random.Random(1))
@@ -45,7 +47,7 @@ class DraftMachine:
         for size in sizes:
             if len(planned) == self.depth:
                 self._finish(*planned.popleft())
-            self.choices.append(self.control.choose(size))
+            self.choices.append(self.control.choose(size, {self.scope: max(1, round(size * self.drafting))}))
             planned.append((size, self.choices[-1]))
         while planned:
             self._finish(*planned.popleft())
@@ -68,8 +70,8 @@ class DraftMachine:
         ns *= 10 if has_prompt else 1
         step = DraftedStep(
             num_decodes=num_decodes, num_drafting=num_drafting if most else 0, max_drafts=most, num_drafts=num_drafts,
-            num_accepted=num_accepted, accepted_at=accepted_at, drafted_at=drafted_at, step_ns=int(ns),
-            num_other_tokens=500 if has_prompt else 0,
+            num_accepted=num_accepted, step_ns=int(ns), num_other_tokens=500 if has_prompt else 0,
+            by_scope={self.scope: ScopeDrafts(num_drafting, accepted_at, drafted_at)} if most else {},
         )  # fmt: skip
         self.steps.append(step)
         self.control.observe(step)

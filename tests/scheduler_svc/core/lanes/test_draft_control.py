@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.lanes.draft_control import DraftControl, DraftedStep
+from scheduler_svc.core.lanes.draft_control import DraftControl, DraftedStep, ScopeDrafts
 from tests.helpers.core.draft_machine import DraftMachine, StepNs, ideal, rows_cost
 
 MOST = 5
@@ -35,7 +35,7 @@ def test_no_acceptance_at_all_costs_under_two_percent(name: str, size: int) -> N
     """From the first step on, with a source that always has drafts: each of them is lost."""
     found = machine(name, 0.0).run([size] * 1500)
     assert found.goodput() > ideal(found.step_ns, 0.0, size, 0)[1] / 1.02
-    assert sum(found.choices[500:]) < 0.05 * len(found.choices[500:])
+    assert sum(found.choices[500:]) < 0.1 * len(found.choices[500:])
     assert any(found.choices[500:]), "it goes on looking for news"
 
 
@@ -83,7 +83,7 @@ def test_a_source_that_seldom_has_drafts_stays_on() -> None:
 def test_a_sudden_change_of_acceptance_changes_the_choice_soon(
     name: str, size: int, before: float, after: float, num_steps: int
 ) -> None:
-    """After a long time in which nothing changed. Without drafts at first, a probe has to come, one in 256 results."""
+    """After a long time in which nothing changed. Without drafts at first, a probe has to come, one in 128 results."""
     for seed in range(3):
         found = machine(name, before, rng=random.Random(seed)).run([size] * 900)
         found.acceptance = after
@@ -111,8 +111,9 @@ def settle(control: DraftControl, size: int, times_us: dict[int, int], accepted:
         for _ in range(8):
             at = [size] * most
             kept = [min(size, accepted[most])] * most
+            drafts = {0: ScopeDrafts(size, kept, at)} if most else {}
             control.observe(
-                DraftedStep(size, size if most else 0, most, most * size, sum(kept), kept, at, 0, time_us * 1000)
+                DraftedStep(size, size if most else 0, most, most * size, sum(kept), 0, time_us * 1000, drafts)
             )
 
 
@@ -122,7 +123,7 @@ def test_the_last_choice_stays_while_it_is_as_good_in_another_bucket() -> None:
         control = DraftControl(1, adaptive=True)
         settle(control, 4, {0: 1000, 1: 1020}, {0: 0, 1: 4})
         settle(control, 40, {0: 1000, 1: with_one}, {0: 0, 1: 40})
-        found = [control.choose(size) for size in (4, 40) * 6]
+        found = [control.choose(size, {0: size}) for size in (4, 40) * 6]
         assert found[0] == 1
         assert set(found[1::2]) == ({1} if stays else {0}), with_one
         assert set(found[0::2]) == {1}
@@ -133,7 +134,7 @@ def test_drafts_that_lose_little_are_off_too() -> None:
     for sizes in ((1,), (3, 4)):
         found = DraftMachine(DraftControl(4, adaptive=True), rows_cost(1000, 10 / sizes[-1]), 0.0)
         found.run([sizes[index % len(sizes)] for index in range(1000)])
-        assert sum(number > 0 for number in found.choices[200:]) < 0.1 * 800
+        assert sum(number > 0 for number in found.choices[200:]) < 0.2 * 800
 
 
 def test_another_bucket_is_followed_only_while_it_decodes() -> None:
@@ -141,10 +142,10 @@ def test_another_bucket_is_followed_only_while_it_decodes() -> None:
     control = DraftControl(1, adaptive=True)
     settle(control, 4, {0: 1000, 1: 1020}, {0: 0, 1: 4})
     settle(control, 40, {0: 1000, 1: 2010}, {0: 0, 1: 40})
-    assert [control.choose(size) for size in (4, 40)] == [1, 1]
+    assert [control.choose(size, {0: size}) for size in (4, 40)] == [1, 1]
     for _ in range(64):
-        control.observe(DraftedStep(40, 0, 0, 0, 0, [], [], 0, 1_000_000))
-    assert control.choose(40) == 0
+        control.observe(DraftedStep(40, 0, 0, 0, 0, 0, 1_000_000, {}))
+    assert control.choose(40, {0: 40}) == 0
 
 
 def test_steps_that_compute_prompts_say_nothing_of_costs() -> None:
@@ -170,7 +171,7 @@ def test_the_same_results_give_the_same_choices() -> None:
         for index in range(start, end):
             if index - start >= first.depth:
                 again.observe(replace(first.steps[index - first.depth]))
-            choices.append(again.choose(sizes[index]))
+            choices.append(again.choose(sizes[index], {0: sizes[index]}))
         for step in first.steps[end - first.depth : end]:
             again.observe(replace(step))
     assert choices == first.choices
@@ -180,6 +181,43 @@ def test_the_same_results_give_the_same_choices() -> None:
 def test_without_adaption_the_most_is_the_only_choice() -> None:
     control = DraftControl(3, adaptive=False)
     settle(control, 4, {3: 90_000, 0: 1}, {0: 0, 3: 0})
-    assert {control.choose(size) for size in (1, 4, 100)} == {3}
-    assert DraftControl(0, adaptive=True).choose(4) == 0
-    assert DraftControl(3, adaptive=True).choose(0) == 0
+    assert {control.choose(size, {0: size}) for size in (1, 4, 100)} == {3}
+    assert DraftControl(0, adaptive=True).choose(4, {0: 4}) == 0
+    assert DraftControl(3, adaptive=True).choose(0, {}) == 0
+
+
+QUICK = 32
+"""Results of a request within which its number is found, on an executor that has just started."""
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("acceptance", [0.7, 0.9, 1.0])
+@pytest.mark.parametrize("name", ["bound by weights", "in between"])
+def test_nine_tenths_of_the_allowed_gain_within_32_steps(name: str, acceptance: float, size: int) -> None:
+    """Nothing was measured before. From there on, probes included; the mean of some seeds, which luck moves."""
+    shares = []
+    for seed in range(8):
+        found = machine(name, acceptance, rng=random.Random(seed)).run([size] * (QUICK + 64))
+        goodput, plain = (ideal(found.step_ns, acceptance, size, most)[1] for most in (MOST, 0))
+        tokens = sum(
+            step.num_decodes * sum(acceptance**k for k in range(step.max_drafts + 1)) for step in found.steps[QUICK:]
+        )
+        ns = sum(found.step_ns(size, size * step.max_drafts) for step in found.steps[QUICK:])
+        shares.append((tokens / ns * 1e9) / goodput if goodput > 1.02 * plain else 1.0)
+    assert sum(shares) / len(shares) > 0.9, shares
+
+
+def test_a_request_begins_with_what_its_scope_has_shown() -> None:
+    """And in a new scope with what all have shown, which a few results outweigh."""
+    control = DraftControl(MOST, adaptive=True)
+    copies, others = (DraftMachine(control, MACHINES["bound by weights"], rate) for rate in (0.95, 0.02))
+    copies.scope, others.scope = 1, 2
+    for _ in range(4):
+        copies.run([1] * 150)
+        others.run([1] * 150)
+    assert control.choose(1, {1: 1}) == MOST
+    assert control.choose(1, {2: 1}) == 0
+    again = DraftMachine(control, MACHINES["bound by weights"], 0.95, scope=1).run([1] * QUICK)
+    assert sum(again.choices) > 0.9 * MOST * QUICK
+    new = DraftMachine(control, MACHINES["bound by weights"], 0.95, scope=3).run([1] * 2 * QUICK)
+    assert sum(new.choices[QUICK:]) > 0.8 * MOST * QUICK

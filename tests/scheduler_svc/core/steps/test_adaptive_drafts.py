@@ -72,7 +72,7 @@ def test_without_drafts_no_more_blocks_are_taken_ahead() -> None:
         most = surplus[int(num_plain > 8)]
         surplus[int(num_plain > 8)] = max(most, len(sequence.block_ids) - needed)
         bench.apply()
-    assert surplus == {0: 1, 1: 0}
+    assert surplus == {0: 2, 1: 0}
 
 
 def test_only_decodes_count() -> None:
@@ -81,7 +81,7 @@ def test_only_decodes_count() -> None:
     asked: list[int] = []
     control = bench.lane.draft_control
     choose = control.choose
-    control.choose = lambda num_decodes: asked.append(num_decodes) or choose(num_decodes)  # type: ignore[method-assign, func-returns-value]
+    control.choose = lambda num_decodes, scopes: asked.append(num_decodes) or choose(num_decodes, scopes)  # type: ignore[method-assign, func-returns-value]
     bench.add("a", 5, 30)
     bench.step(depth=1)
     bench.add("long", 100, 5)

@@ -108,7 +108,7 @@ SEEDED_BUGS = (
         "tokens of drafts that arrive after a preemption are not counted",
         "scheduler_svc.core.sequences.sequence_tokens", "SequenceTokens.count_more",
         "self._num_planned += num_tokens", "return",
-        found_in=213,
+        found_in=311,
     ),
     SeededBug(
         "drafts get rows of logits that the step does not have",
@@ -182,7 +182,7 @@ SEEDED_BUGS = (
         "the death of an executor that is given up makes no suspects",
         "scheduler_svc.core.scheduler", "Scheduler.give_up_executor",
         "same_incarnation=False", "same_incarnation=True",
-        found_in=78,
+        found_in=208,
     ),
     SeededBug(
         "a lost executor is waited for although others serve",
@@ -269,7 +269,7 @@ SEEDED_BUGS = (
         "an executor is placed first that must still load the adapter",
         "scheduler_svc.core.placement.candidates", "able_lanes",
         "if has_adapter(lane, group)", "if True",
-        found_in=827,
+        found_in=5166,
     ),
     SeededBug(
         "an executor with another model joins",
@@ -299,7 +299,7 @@ SEEDED_BUGS = (
     SeededBug(
         "a preempted sequence keeps its blocks in windows",
         "scheduler_svc.core.memory.block_manager", "BlockManager.free",
-        "self._drop_others(sequence)", "pass",
+        "self._drop_others(sequence, keeps_state=keeps_state)", "pass",
         found_in=4,
     ),
     SeededBug(

@@ -22,8 +22,8 @@ _READ_AT_START = (
     "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH", "TRITON_", "GRPC_", "HF_",
     "CUDA_", "TRANSFORMERS_", "TOKENIZERS_",
 )  # fmt: skip
-_NO_MODULES = ("executor_svc.startup.member", "cadenza_common.grammar.child", "scheduler_svc.requests.chats.child")
-"""Ranks, and those that limit their own memory: a fork has this process's, which is more."""
+_NO_MODULES = ("cadenza_common.grammar.child", "scheduler_svc.requests.chats.child")
+"""Those that limit their own memory: a fork has this process's, which is more."""
 _PADDING = "x" * 8192
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -61,17 +61,20 @@ def install() -> None:
 def _execute_child(self: Any, *arguments: Any) -> None:
     (args, executable, preexec_fn, _close_fds, pass_fds, cwd, env, _info, _flags, shell, *pipes) = arguments[:16]
     *_, gid, gids, uid, umask, new_session, group = arguments[16:]
-    plain = executable in (None, args[0]) and preexec_fn is None and not (pass_fds or shell)
+    plain = executable in (None, args[0]) and preexec_fn is None and not shell
     plain = plain and gid is gids is uid is None and umask == -1 and group == -1
     environment = dict(os.environ if env is None else env)
     if not (is_on and plain and _is_forked(args, environment)):
         return _exec(self, *arguments)
     p2cread, _, _, c2pwrite, _, errwrite = pipes
-    request = Request([os.fsdecode(each) for each in args[2:]], environment, os.fspath(cwd or os.getcwd()), new_session)
+    request = Request(
+        [os.fsdecode(each) for each in args[2:]], environment, os.fspath(cwd or os.getcwd()), new_session, [*pass_fds]
+    )
     descriptors = (
         p2cread if p2cread != -1 else 0,
         c2pwrite if c2pwrite != -1 else 1,
         errwrite if errwrite != -1 else 2,
+        *pass_fds,
     )
     try:
         self.pid = _ask(request, descriptors)

@@ -3,9 +3,10 @@
     python -m tests.helpers.forks.server FD PADDING
 
 It reads requests from the Unix socket FD, one after the other (`Request`, as JSON behind its length, with standard
-input, output and error as descriptors), and answers each with a process id. The process runs the module as `python -m`
-would. It is a child of who asked: it is forked twice, and the kernel gives an orphan to the nearest ancestor that takes
-them (PR_SET_CHILD_SUBREAPER, prctl(2)), which who asked is for that moment. So signals and waiting are as always.
+input, output, error and what else is passed as descriptors), and answers each with a process id. The process runs the
+module as `python -m` would. It is a child of who asked: it is forked twice, and the kernel gives an orphan to the
+nearest ancestor that takes them (PR_SET_CHILD_SUBREAPER, prctl(2)), which who asked is for that moment. So signals and
+waiting are as always.
 PADDING reserves room, in which /proc/PID/cmdline of the forked process is written.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import io
@@ -29,6 +31,9 @@ from typing import NoReturn
 
 LAUNCHERS = ("cadenza", "cadenza_cli")
 """Modules that start services; a process of theirs gets a server of its own, so that it is the parent of these."""
+_RANKS = "--tensor-parallel-size"
+"""The option of an executor that starts processes, too."""
+_MOST_PASSED = 8
 _IMPORTED = (
     "cadenza.client", "cadenza.async_client", "cadenza_launcher.services.child_guard", "cadenza_launcher.llm",
     "cadenza_launcher.local", "cadenza_cli.app", "cadenza_cli.admin.drain", "cadenza_cli.top.top", "gateway_svc.serve",
@@ -50,10 +55,17 @@ class Request:
     environment: dict[str, str]
     folder: str
     new_session: bool
+    passed: list[int]
+    """The numbers of further descriptors, which follow the three of standard input, output and error."""
+
+    @property
+    def starts_processes(self) -> bool:
+        """Whether its process gets a server of its own."""
+        return self.arguments[0] in LAUNCHERS or any(each.startswith(_RANKS) for each in self.arguments)
 
 
-def ask(channel: socket.socket, request: Request, descriptors: tuple[int, int, int]) -> int:
-    """Have a module run; returns its process id. descriptors: its standard input, output and error."""
+def ask(channel: socket.socket, request: Request, descriptors: tuple[int, ...]) -> int:
+    """Have a module run; returns its process id. descriptors: its standard input, output and error, and `passed`."""
     body = json.dumps(asdict(request)).encode()
     socket.send_fds(channel, [len(body).to_bytes(_LENGTH_BYTES, "big")], descriptors)
     channel.sendall(body)
@@ -66,7 +78,7 @@ def ask(channel: socket.socket, request: Request, descriptors: tuple[int, int, i
 def serve(channel: socket.socket) -> tuple[Request, list[int]]:
     """Answer requests; returns in each forked process what that one is to run, and ends at the end of the socket."""
     while True:
-        head, descriptors, *_ = socket.recv_fds(channel, _LENGTH_BYTES, 3)
+        head, descriptors, *_ = socket.recv_fds(channel, _LENGTH_BYTES, 3 + _MOST_PASSED)
         if not head:
             os._exit(0)
         request = Request(**json.loads(_read(channel, int.from_bytes(head, "big"))))
@@ -93,9 +105,7 @@ def serve(channel: socket.socket) -> tuple[Request, list[int]]:
 
 def run(request: Request, descriptors: list[int]) -> None:
     """Be the process that was asked for."""
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
+    _place(descriptors, [0, 1, 2, *request.passed])
     if request.new_session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -105,7 +115,7 @@ def run(request: Request, descriptors: list[int]) -> None:
     sys.stdin, sys.stdout = open(0, closefd=False), _stream(1, "strict")  # noqa: SIM115
     sys.stderr = _stream(2, "backslashreplace")
     module = request.arguments[0]
-    if module in LAUNCHERS:
+    if request.starts_processes:
         _serve_beside()
     sys.argv = list(request.arguments)
     sys.modules.pop(module, None)  # or runpy would warn of it
@@ -115,6 +125,17 @@ def run(request: Request, descriptors: list[int]) -> None:
     except SystemExit as end:
         code = end.code
     _leave(code)
+
+
+def _place(descriptors: list[int], numbers: list[int]) -> None:
+    """Give these descriptors these numbers. Some may be numbers of others: all are moved out of the way first."""
+    above = max(*descriptors, *numbers) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(moved, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
 
 
 def _leave(code: object) -> NoReturn:

@@ -212,16 +212,25 @@ def _logprobs(computed: Computed, slots: IntArray) -> dict[int, LogprobColumns]:
     (wanted,) = valid[logprobs.rows].nonzero()
     if not len(wanted):
         return {}
-    rows = logprobs.rows[wanted]
-    (begins,) = np.diff(slots[rows], prepend=-1).nonzero()
+    rows, num_top = logprobs.rows[wanted], logprobs.num_top[wanted]
+    owners, positions = slots[rows], computed.positions[rows].tolist()
+    (begins,) = np.diff(owners, prepend=-1).nonzero()
+    # Columns of all slots, of which each has a part: to make a column takes longer than to cut it.
+    chosen, ranks = float_column(logprobs.chosen[wanted]), column(logprobs.ranks[wanted])
+    kept = np.arange(logprobs.top_ids.shape[1]) < num_top[:, None]
+    top_ids, top = column(logprobs.top_ids[wanted][kept]), float_column(logprobs.top[wanted][kept])
+    tops = [0, *num_top.cumsum().tolist()]
     return {
-        int(slots[rows[first]]): LogprobColumns(
-            start=int(computed.positions[rows[first]]),
-            logprobs=float_column(logprobs.chosen[these]),
-            ranks=column(logprobs.ranks[these]),
-            num_top=int(logprobs.num_top[these[0]]),
-            top_token_ids=column(logprobs.top_ids[these, : logprobs.num_top[these[0]]].reshape(-1)),
-            top_logprobs=float_column(logprobs.top[these, : logprobs.num_top[these[0]]].reshape(-1)),
+        slot: LogprobColumns(
+            start=positions[first],
+            logprobs=chosen[first:end],
+            ranks=ranks[first:end],
+            num_top=count,
+            top_token_ids=top_ids[tops[first] : tops[end]],
+            top_logprobs=top[tops[first] : tops[end]],
         )
-        for first, these in zip(begins, np.split(wanted, begins[1:]), strict=True)
-    }
+        for slot, count, first, end in zip(
+            owners[begins].tolist(), num_top[begins].tolist(), begins.tolist(), [*begins[1:].tolist(), len(wanted)],
+            strict=True,
+        )
+    }  # fmt: skip

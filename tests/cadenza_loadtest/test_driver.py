@@ -12,7 +12,7 @@ from array import array
 import numpy as np
 import pytest
 
-from cadenza_loadtest.driving import timer
+from cadenza_loadtest.driving import driver, timer
 from cadenza_loadtest.driving.driver import drive, present_objects_left_out
 from cadenza_loadtest.driving.live import Recorder, RequestInFlight
 from cadenza_loadtest.driving.timer import Timer
@@ -239,12 +239,16 @@ def test_columns_of_nothing() -> None:
 
 def test_what_a_caller_has_left_out_of_collections_stays_so() -> None:
     gc.unfreeze()
+    driver._anything_left_out.cache_clear()
     try:
         with present_objects_left_out():
-            assert gc.get_freeze_count()
+            with present_objects_left_out():
+                assert gc.get_freeze_count()
+            assert gc.get_freeze_count(), "the outer one goes on"
         assert not gc.get_freeze_count()
     finally:
         gc.freeze()  # as for the whole suite (tests/conftest.py)
+        driver._anything_left_out.cache_clear()
     with present_objects_left_out():
         pass
     assert gc.get_freeze_count()

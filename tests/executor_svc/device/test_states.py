@@ -50,6 +50,7 @@ def test_matrices_stand_before_the_tail() -> None:
     assert folded_after(starts, contexts, folded, 4).tolist() == [7, 8, 1, 4]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tail", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_cuts_and_rejected_rows_do_not_show(dtype: torch.dtype, tail: int) -> None:
@@ -63,6 +64,7 @@ def test_cuts_and_rejected_rows_do_not_show(dtype: torch.dtype, tail: int) -> No
                 assert equal_bits(play.result(index), expected[index])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tail", [1, 2, 5])
 def test_a_saved_state_continues_with_equal_bits(tail: int) -> None:
     for layer in layers(BF16):

@@ -116,6 +116,7 @@ def same(found: Tensor, wanted: Tensor) -> bool:
     return equal_bits(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
 
 
+@pytest.mark.sampled(2)
 @on_levels
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gate_and_up_in_place_of_their_product_change_no_bit(kernels: CpuKernels, activation: GatedActivation) -> None:

@@ -69,6 +69,7 @@ def test_outputs_are_those_of_the_reference(name: str, dtype: torch.dtype) -> No
     close(whole(KERNELS, layer), whole(REFERENCE, layer))
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("tail", [1, 2, 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_cuts_threads_and_rejected_rows_do_not_show(name: str, tail: int) -> None:
@@ -81,6 +82,7 @@ def test_cuts_threads_and_rejected_rows_do_not_show(name: str, tail: int) -> Non
             assert equal_bits(play.result(index), expected[index])
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("tail", [1, 2, 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_state_continues_with_equal_bits(name: str, tail: int) -> None:
@@ -112,6 +114,7 @@ def test_a_save_is_written_where_the_matrices_stand_already(name: str) -> None:
     assert equal_bits(play.result(0), expected[0, 16:])
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_instruction_set_has_the_same_bits(name: str, isa: str) -> None:

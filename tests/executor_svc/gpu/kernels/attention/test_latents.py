@@ -35,6 +35,7 @@ def split(call: AttentionCall, num_sms: int = 4) -> None:
     assert not scratch.counters.any()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_mixed_batches(block_size: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -57,6 +57,7 @@ def test_outputs_are_those_of_the_reference(name: str, dtype: torch.dtype, kerne
     torch.testing.assert_close(whole(kernels, layer), whole(REFERENCE, layer), rtol=rtol, atol=atol)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("tail", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_cuts_rejected_rows_and_saves_do_not_show(name: str, tail: int, kernels: GpuStateKernels) -> None:

@@ -108,7 +108,7 @@ async def test_without_a_journal_what_fits_into_the_drain_timeout_completes(exec
     ):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        short = [request(f"short {index}", [5, index], 100, temperature=0.0) for index in range(8)]
+        short = [request(f"short {index}", [5, index], 50, temperature=0.0) for index in range(8)]
         load = Load(front.address, [*short, request("endless", [5, 6], 4000, temperature=0.0)])
         await load.until(lambda outputs: all(output.num_tokens for output in outputs.values()))
         front.send(signal.SIGTERM)
@@ -123,10 +123,10 @@ async def test_without_a_journal_what_fits_into_the_drain_timeout_completes(exec
         outputs = await load.finished()
         endless = outputs.pop("endless")
         assert [output.error for output in outputs.values()] == [None] * 8
-        assert [output.num_tokens for output in outputs.values()] == [100] * 8
+        assert [output.num_tokens for output in outputs.values()] == [50] * 8
         assert endless.error is grpc.StatusCode.UNAVAILABLE
         assert endless.message == "the service is stopping: 1 unfinished request is lost, since there is no --journal"
-        assert endless.num_tokens > 200
+        assert endless.num_tokens >= 50, "it went on beside the others"
         assert await watch.read() is grpc.aio.EOF
         await front.ended()
 

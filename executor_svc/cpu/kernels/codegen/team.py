@@ -122,6 +122,7 @@ class LaunchProgram:
         self._arguments[:, 0] = count
         items = np.where(count < self._least, 0, -(-count // self._share) * self._groups)
         self._table[:, ITEMS] = items
+        self._table[:, AWAITED] = 0
         self._table[self._ends, AWAITED] = np.add.reduceat(items, self._starts) if len(items) else 0
         if len(self._counted):
             self._table[self._counted, GROUPS] = np.where(items[self._counted], self._groups[self._counted], 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
-from executor_svc.cpu.kernels.suffixes.words import Array, Word, Variable, both, fields, repeat_while
+from executor_svc.cpu.kernels.suffixes.words import Array, Variable, Word, both, fields, repeat_while
 from executor_svc.speculation.suffix_automaton import EDGES_OF_BUCKET, HEADER_FIELDS
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scheduler_svc.core.lanes.draft_acceptance import DraftAcceptance
@@ -53,9 +53,9 @@ class ScopeDrafts:
 
     num_drafting: int
     """Sequences that were allowed drafts."""
-    accepted_at: Sequence[int]
+    accepted_at: list[int]
     """How many of them accepted their i-th draft."""
-    drafted_at: Sequence[int]
+    drafted_at: list[int]
     """How many had an i-th draft."""
 
 

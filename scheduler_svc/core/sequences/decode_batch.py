@@ -47,7 +47,8 @@ class DecodeBatch:
             raise InvariantError(f"sequence {sequence.sequence_id} is not ready to decode")
         num_steps = self.num_steps
         insort(self.slots, held_slot(sequence))
-        self._count_drafting(sequence, 1)
+        if sequence.max_drafts:
+            self._count_drafting(sequence, 1)
         sequence.attach_step_counter(self)
         self._offset_sum += num_steps - num_computed
         self._block_calendar[num_steps + len(sequence.block_ids) * self._block_size - num_computed][sequence] = None
@@ -61,17 +62,18 @@ class DecodeBatch:
         )
         _unschedule(self._last_token_calendar, num_steps + sequence.max_len - num_computed - 1, sequence)
         self._offset_sum -= num_steps - num_computed
-        self._count_drafting(sequence, -1)
+        if sequence.max_drafts:
+            self._count_drafting(sequence, -1)
         del self.slots[bisect_left(self.slots, held_slot(sequence))]
         sequence.detach_step_counter()
 
     def _count_drafting(self, sequence: Sequence, change: int) -> None:
-        """Count a member that joins (1) or leaves (-1), if it may have drafts."""
-        if sequence.max_drafts:
-            self.num_drafting += change
-            self.draft_scopes[sequence.draft_scope] = self.draft_scopes.get(sequence.draft_scope, 0) + change
-            if not self.draft_scopes[sequence.draft_scope]:
-                del self.draft_scopes[sequence.draft_scope]
+        """Count a member with drafts that joins (1) or leaves (-1)."""
+        self.num_drafting += change
+        count = self.draft_scopes.get(sequence.draft_scope, 0) + change
+        self.draft_scopes[sequence.draft_scope] = count
+        if not count:
+            del self.draft_scopes[sequence.draft_scope]
 
     def correct(self, sequence: Sequence, num_more: int) -> None:
         """Count tokens of a member beyond one a step, after a result; it stays below its maximum length.
@@ -100,7 +102,8 @@ class DecodeBatch:
             num_computed = sequence.start_decoding(slot, self)
             offset = num_steps - num_computed
             self._offset_sum += offset
-            self._count_drafting(sequence, 1)
+            if sequence.max_drafts:
+                self._count_drafting(sequence, 1)
             self._block_calendar[offset + len(sequence.block_ids) * size][sequence] = None
             self._last_token_calendar[offset + sequence.max_len - 1][sequence] = None
 
@@ -114,7 +117,8 @@ class DecodeBatch:
         for sequence in sequences:
             offset = num_steps - sequence.num_computed_tokens
             self._offset_sum -= offset
-            self._count_drafting(sequence, -1)
+            if sequence.max_drafts:
+                self._count_drafting(sequence, -1)
             _unschedule(blocks, offset + len(sequence.block_ids) * size, sequence)
             _unschedule(last_tokens, offset + sequence.max_len - 1, sequence)
             slot = sequence.finish_decoding()

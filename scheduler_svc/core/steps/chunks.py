@@ -190,7 +190,10 @@ def _describe(
     source: PrefixSource | None,
 ) -> None:
     sequence.described = True
-    allow_drafts([sequence], lane.spec)
+    if lane.spec.max_drafts:
+        allow_drafts([sequence], lane.spec)
+    else:
+        sequence.max_drafts = 0  # It may come from an executor that drafts.
     step.described.append(sequence)
     token_ids = tuple(sequence.output_ids) if source else sequence.token_ids
     admitted = described(

@@ -98,7 +98,7 @@ async def outputs(model: Path, **options: Any) -> tuple[list[Any], int]:
 async def test_tokens_and_logprobs_are_those_without_in_fewer_steps(
     model: Path, same_tokenizer: Path, head: Path
 ) -> None:
-    expected, num_steps = await outputs(model)
+    expected, num_steps = await outputs(model, speculative="off")
     details = {sample[3] for result in expected[:-1] for sample in result[1:]}
     assert {"stop_string", "stop_token", "max_tokens"} <= {str(detail).lower() for detail in details}, details
     drafted = {
@@ -119,7 +119,7 @@ async def test_tokens_and_logprobs_are_those_without_in_fewer_steps(
 async def test_the_head_of_the_checkpoint(tmp_path: Path) -> None:
     """Its drafts are mostly right, with `auto`, too: nothing else says what comes next here."""
     model = make_mimo(tmp_path, predicts=True, tokenizer=True, vocab_size=300)
-    expected, num_steps = await outputs(model)
+    expected, num_steps = await outputs(model, speculative="off")
     for kind in ("mtp", "auto"):
         found, fewer = await outputs(model, speculative=kind, num_speculative_tokens=4)
         assert found == expected, kind
@@ -150,7 +150,10 @@ async def test_a_request_without_drafts_in_the_batch_of_others(model: Path, same
     ("options", "message"),
     [
         (["--speculative", "draft"], "--speculative draft needs --speculative-model"),
-        (["--speculative-model", "x"], "--speculative-model x: only with --speculative draft, eagle3 or auto, not off"),
+        (
+            ["--speculative", "off", "--speculative-model", "x"],
+            "--speculative-model x: only with --speculative draft, eagle3 or auto, not off",
+        ),
         (["--speculative", "mtp"], "has no MTP head (num_nextn_predict_layers is not in config.json)"),
         (
             ["--speculative", "mtp", "--speculative-model", "x"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import Emitter, Int
-from executor_svc.cpu.kernels.suffixes.words import Array, Field, Variable, both, fields, repeat_while
+from executor_svc.cpu.kernels.suffixes.words import Array, Variable, Word, both, fields, repeat_while
 from executor_svc.speculation.suffix_automaton import EDGES_OF_BUCKET, HEADER_FIELDS
 
 
@@ -27,7 +27,7 @@ class _Automaton:
         self.edge_target, self.edge_next = self._array(own["edge_target"]), self._array(own["edge_next"])
         self.edge_chain, self.buckets = self._array(own["edge_chain"]), self._array(own["buckets"])
 
-    def _array(self, address: Field) -> Array:
+    def _array(self, address: Word) -> Array:
         return Array(self.emit, address.value)
 
     def mixed(self, state: Int, token: Int) -> Int:

@@ -48,7 +48,7 @@ class SuffixKernels:
             automaton.grow()
 
 
-class _Step:
+class _GrowthStep:
     """The fields of a call."""
 
     def __init__(self, emit: Emitter, address: Int) -> None:
@@ -63,7 +63,7 @@ class _Step:
 
 def _grow(emit: Emitter, automata: AutomatonCode, address: Int) -> None:
     """Emit `SuffixCode.grow`."""
-    step = _Step(emit, address)
+    step = _GrowthStep(emit, address)
     step.outcome.set(DONE)
     matches = Variable(emit, 0)
     with repeat_while(
@@ -79,10 +79,10 @@ def _grow(emit: Emitter, automata: AutomatonCode, address: Int) -> None:
             step.next_row.set(step.next_row.value + 1)
 
 
-class _Text:
+class _GrowingText:
     """A text of the step: that of its next row."""
 
-    def __init__(self, emit: Emitter, step: _Step, slot: Int, address: Int) -> None:
+    def __init__(self, emit: Emitter, step: _GrowthStep, slot: Int, address: Int) -> None:
         own = fields(emit, address, len(TEXT_FIELDS))
         self.own, self.state, self.num_indexed, self.shared, self.shared_state, self.num_shared = own[:6]
         self.older, self.older_state, _ = own[6:]
@@ -95,9 +95,11 @@ class _Text:
         self.tokens = step.token_ids + slot * step.row_bytes
 
 
-def _grow_text(emit: Emitter, automata: AutomatonCode, step: _Step, at: tuple[Int, Int], matches: Variable) -> None:
+def _grow_text(
+    emit: Emitter, automata: AutomatonCode, step: _GrowthStep, at: tuple[Int, Int], matches: Variable
+) -> None:
     """Emit what is done for a text; matches: set to 1 if it does."""
-    text = _Text(emit, step, *at)
+    text = _GrowingText(emit, step, *at)
     end = _end_of(emit, step, text, step.own_ends, text.num_indexed.value)
     with emit.builder.if_then(step.outcome.value.equals(DONE)):
         automata.add_tokens(emit, text.own.value, text.tokens, end, text.own_place)
@@ -110,7 +112,7 @@ def _grow_text(emit: Emitter, automata: AutomatonCode, step: _Step, at: tuple[In
         _match(emit, step, text, matches)
 
 
-def _end_of(emit: Emitter, step: _Step, text: _Text, ends: Int, start: Int) -> Int:
+def _end_of(emit: Emitter, step: _GrowthStep, text: _GrowingText, ends: Int, start: Int) -> Int:
     """Return where a text's part of this step ends; the outcome is MANY if that has yet to be set."""
     end = Variable(emit, text.num_known)
     with emit.builder.if_else(ends.equals(0)) as (then, otherwise):
@@ -121,7 +123,7 @@ def _end_of(emit: Emitter, step: _Step, text: _Text, ends: Int, start: Int) -> I
     return end.value
 
 
-def _share(emit: Emitter, automata: AutomatonCode, step: _Step, text: _Text) -> None:
+def _share(emit: Emitter, automata: AutomatonCode, step: _GrowthStep, text: _GrowingText) -> None:
     """Add a text's tokens to the automaton that it shares, and walk in the one before that."""
     with emit.builder.if_then(text.num_shared.value.less(0)):
         text.num_shared.set((text.num_prompt.least(text.num_known) - CONTEXT).most(0))
@@ -137,7 +139,7 @@ def _share(emit: Emitter, automata: AutomatonCode, step: _Step, text: _Text) -> 
             step.outcome.set(SHARED_ROOM)
 
 
-def _match(emit: Emitter, step: _Step, text: _Text, matches: Variable) -> None:
+def _match(emit: Emitter, step: _GrowthStep, text: _GrowingText, matches: Variable) -> None:
     """Set `matches` to 1 if a text's end was there before, or if it is not wholly indexed."""
 
     def note(condition: Any) -> None:

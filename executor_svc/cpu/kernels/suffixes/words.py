@@ -30,7 +30,7 @@ class Variable:
         self._emit.builder.store(self._emit.integer(value).value, self._place)
 
 
-class Field:
+class Word:
     """An int64 in memory."""
 
     def __init__(self, emit: Emitter, address: Int) -> None:
@@ -62,9 +62,9 @@ class Array:
         emit.builder.store(number, emit.pointer(self._address + index * 4, _I32))
 
 
-def fields(emit: Emitter, address: Int, count: int) -> list[Field]:
+def fields(emit: Emitter, address: Int, count: int) -> list[Word]:
     """Return consecutive fields."""
-    return [Field(emit, address + 8 * index) for index in range(count)]
+    return [Word(emit, address + 8 * index) for index in range(count)]
 
 
 @contextmanager

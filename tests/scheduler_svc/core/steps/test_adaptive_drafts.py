@@ -7,6 +7,7 @@ import pytest
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.drafts import AcceptanceSource
 from executor_svc.speculation.drafting import Drafting
+from scheduler_svc.core.lanes.draft_control import DraftedStep
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.known import VOCAB_SIZE
 
@@ -94,3 +95,27 @@ def test_only_decodes_count() -> None:
     observed = control._buckets
     assert set(observed) == {1}
     assert not control._costs._cells, "steps with prompts say nothing of what decodes cost"
+
+
+def test_each_scope_in_a_batch_has_its_own_acceptance() -> None:
+    """Three sequences of two tenants decode together: results are told apart by their slots."""
+    bench = adaptive(CHEAP, 0.9)
+    for index, tenant in enumerate(("x", "y", "y")):
+        bench.add(f"r{index}", 5, 60, seed=index, tenant=tenant)
+    control, batch = bench.lane.draft_control, bench.lane.decode_batch
+    seen: list[dict[int, int]] = []
+    observe = control.observe
+
+    def watched(step: DraftedStep) -> None:
+        seen.append({scope: drafts.num_drafting for scope, drafts in step.by_scope.items()})
+        observe(step)
+
+    control.observe = watched  # type: ignore[method-assign]
+    counts: list[list[int]] = []
+    while bench.plan() is not None:
+        counts.append(sorted(batch.draft_scopes.values()))
+        bench.apply()
+    assert [1, 2] in counts
+    assert [1, 2] in [sorted(found.values()) for found in seen]
+    assert len(control._by_scope) == 2
+    assert not batch.draft_scopes, "all have left"

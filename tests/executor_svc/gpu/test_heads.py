@@ -225,7 +225,8 @@ def test_the_same_decodes_send_nothing_and_are_four_graphs(
     assert found.num_drafts == 9
     replayed.clear()
     found.add(stepper.step(decode_ready=True))
-    assert replayed == [StepSizes.decode(1)] * 2
+    # Of the tokens' logits, of the choices, of the head's rows.
+    assert replayed == [StepSizes.decode(1)] * 3
 
 
 def test_blocks_have_room_for_the_heads_keys_and_values(with_mtp: Headed) -> None:

@@ -65,9 +65,34 @@ def tls(certs: Certificates, party: str = "executor") -> RankCredentials:
     return read_credentials(ExecutorConfig(model="any", **certs.listener(party)))
 
 
+class LoggedLines(logging.Handler):
+    """Warnings as they come: a listener's thread logs after the other side knows that it was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: list[str] = []
+        self._changed = threading.Condition()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._changed:
+            self._lines.append(record.getMessage())
+            self._changed.notify_all()
+
+    def wait(self, text: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(text in line for line in self._lines), 20), self._lines
+
+
+@pytest.fixture
+def lines() -> Iterator[LoggedLines]:
+    found = LoggedLines()
+    logging.getLogger().addHandler(found)
+    yield found
+    logging.getLogger().removeHandler(found)
+
+
 @pytest.fixture(autouse=True)
-def _closed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    caplog.set_level(logging.WARNING)
+def _closed() -> Iterator[None]:
     yield
     while OPENED:
         OPENED.pop().close()
@@ -104,15 +129,15 @@ def test_a_rank_with_the_secret_is_let_in() -> None:
 
 
 @pytest.mark.parametrize("secret", [b"", b"sixteen other bytes"])
-def test_another_secret_is_refused_on_both_sides(secret: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_secret_is_refused_on_both_sides(secret: bytes, lines: LoggedLines) -> None:
     with listening() as (listener, place):
         with pytest.raises(PlaceError, match="it does not know the secret of --rank-secret-file here"):
             connect(place, RankCredentials(secret))
         check_link(listener, connect(place))
-    assert "as rank 1 it does not accept the secret of --rank-secret-file here" in caplog.text
+    lines.wait("as rank 1 it does not accept the secret of --rank-secret-file here")
 
 
-def test_a_proof_of_one_connection_is_of_no_use_in_another(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_proof_of_one_connection_is_of_no_use_in_another(lines: LoggedLines) -> None:
     """What a stranger has read and says again."""
     with listening() as (_, place):
         read, ended = record(place)
@@ -121,7 +146,7 @@ def test_a_proof_of_one_connection_is_of_no_use_in_another(caplog: pytest.LogCap
         with socket.create_connection((place.host, PORT)) as stranger:
             stranger.sendall(read)
             assert is_dropped(stranger)
-    assert "as rank 1 it does not know the secret of --rank-secret-file" in caplog.text
+    lines.wait("as rank 1 it does not know the secret of --rank-secret-file")
 
 
 def record(place: RankPlace) -> tuple[bytes, bool]:
@@ -156,13 +181,13 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_strangers_are_dropped(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_strangers_are_dropped(name: str, lines: LoggedLines) -> None:
     with listening() as (listener, place):
         with socket.create_connection((place.host, PORT)) as stranger:
             stranger.sendall(STRANGERS[name])
             assert is_dropped(stranger)
         check_link(listener, connect(place))
-    assert "dropped a connection from 127." in caplog.text
+    lines.wait("dropped a connection from 127.")
 
 
 def test_silent_strangers_hold_up_nobody() -> None:
@@ -192,15 +217,13 @@ def test_a_frame_that_is_too_long_ends_its_link() -> None:
         ({"rank": 2}, "there RANK is 2, and ranks 1 to 1 are awaited"),
     ],
 )
-def test_a_wrong_place_is_refused_on_both_sides(
-    changes: dict[str, int], message: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_place_is_refused_on_both_sides(changes: dict[str, int], message: str, lines: LoggedLines) -> None:
     with listening() as (_, place), pytest.raises(PlaceError, match=f"it refuses this rank: {message}"):
         connect(place, **changes)
-    assert message in caplog.text
+    lines.wait(message)
 
 
-def test_a_rank_that_is_there_twice_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_is_there_twice_is_refused(lines: LoggedLines) -> None:
     again = re.escape("RANK=1 is there already, from 127.0.0.1")
     with listening() as (listener, place):
         first = connect(place)
@@ -211,7 +234,7 @@ def test_a_rank_that_is_there_twice_is_refused(caplog: pytest.LogCaptureFixture)
             connect(place)
         connect(place, purpose=ConnectionPurpose.EXCHANGES)
         check_newest(listener, connect(place, purpose=ConnectionPurpose.EXCHANGES))
-    assert "refused rank 1 at 127.0.0.1: RANK=1 is there already" in caplog.text
+    lines.wait("refused rank 1 at 127.0.0.1: RANK=1 is there already")
 
 
 def check_newest(listener: Listener, theirs: Link) -> None:
@@ -268,7 +291,7 @@ def test_files_that_cannot_be_used_are_named(options: dict[str, str], message: s
         read_credentials(ExecutorConfig(model="any", **paths))
 
 
-def test_tls_with_certificates_of_one_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tls_with_certificates_of_one_name(tmp_path: Path, lines: LoggedLines) -> None:
     certs = certificates(tmp_path / "certs")
     with listening(tls(certs)) as (listener, place):
         check_link(listener, connect(place, tls(certs)))
@@ -276,10 +299,10 @@ def test_tls_with_certificates_of_one_name(tmp_path: Path, caplog: pytest.LogCap
         assert client is not None
         with pytest.raises(StartError):
             connect(place, RankCredentials(tls=replace(client, name="cadenza-executor")), timeout_s=0.1)
-    assert "its certificate is for cadenza-client, not for cadenza-executor" in caplog.text
+    lines.wait("its certificate is for cadenza-client, not for cadenza-executor")
 
 
-def test_tls_of_another_authority_and_plain_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tls_of_another_authority_and_plain_text(tmp_path: Path, lines: LoggedLines) -> None:
     certs, other = certificates(tmp_path / "certs"), certificates(tmp_path / "other")
     with listening(tls(certs)) as (_, place):
         with pytest.raises(PlaceError, match=r"local issuer certificate|self-signed certificate"):
@@ -288,7 +311,7 @@ def test_tls_of_another_authority_and_plain_text(tmp_path: Path, caplog: pytest.
             connect(place, SECRET, timeout_s=0.1)
     with listening() as (_, place), pytest.raises(PlaceError):
         connect(place, tls(certs), timeout_s=0.1)
-    assert "it speaks TLS: rank 0 has no --tls-cert, --tls-key and --tls-client-ca" in caplog.text
+    lines.wait("it speaks TLS: rank 0 has no --tls-cert, --tls-key and --tls-client-ca")
 
 
 def test_the_end_of_a_process_is_seen_at_once() -> None:

@@ -22,7 +22,7 @@ _SHAPES = (
     (8, 4, 256, 256),
     (8, 1, 512, 512),
 )
-_QUICK = (_SHAPES[0], (32, 32, 80, 32))
+_QUICK = (32, 32, 80, 32)
 _BLOCK_SIZE = 16
 _AFTER, _WIDE, _MULTIPLIED = " after", " wide angles", " multiplied"
 _VALUES, _KEYS, _QUERIES = " values", " keys are values", " queries alone"
@@ -82,7 +82,7 @@ def _variant(
     signature |= {"query_scales": f"*{dtype}", "block_rows": "i32", "value_rows": "i32"}
     norms = "" if weight is None else " norms" if weight == dtype else " wide norms"
     chosen = f"{norms}{special}{' fp8 cache' if scaled else ''}{' in place' if in_place else ''}"
-    quick = not special and shape in _QUICK and (dtype, weight, in_place) == ("bf16", "bf16", True)
+    quick = not special and shape == _QUICK and (dtype, weight, in_place) == ("bf16", "bf16", True)
     name = f"rope_write_kv q{num_heads} kv{kv_heads} head{head_size} rotated{rotated} {dtype}{chosen}"
     archs = _FP8_ARCHS if scaled else ALL_ARCHS
     return variant(

@@ -206,7 +206,7 @@ def _finish(vocab: int, divisible: bool, edited: bool, drawn: bool, filtered: bo
     name = f"finish vocab{vocab}" + " edits" * edited + (" filters" if filtered else " drawn" if drawn else " greedy")
     return _variant(
         name, finish, signature, finish_constants(vocab, edited, drawn, filtered), divisible,
-        _FINISH_WARPS if filtered else 1, quick=vocab == 131072 and (edited == filtered) and (filtered or not drawn),
+        _FINISH_WARPS if filtered else 1, quick=vocab == 131072 and edited and filtered,
     )  # fmt: skip
 
 

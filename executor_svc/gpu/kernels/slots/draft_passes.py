@@ -293,5 +293,5 @@ def _first_variant(head: bool) -> Variant:
         num_stages=1,
         fp_fusion=False,
         no_spills=True,
-        quick=True,
+        quick=head,
     )

@@ -159,5 +159,4 @@ def _of_results(hidden: int, dtype: str) -> Variant:
         pointers | dict.fromkeys(_RESULT_INTEGERS, "i32"),
         constants,
         options(constants["CHUNK"]),
-        quick=hidden == 4096 and dtype == "bf16",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,6 +12,20 @@ from torch.nn import functional
 
 from executor_svc.plan.arrays import FloatArray, IntArray
 from executor_svc.sampling.noise import uniform
+
+
+@dataclass(frozen=True, slots=True)
+class WholeDraws:
+    """Draws from all tokens of n rows of logits, [n] each; a row may occur several times."""
+
+    rows: IntArray
+    peak: FloatArray
+    """The largest logit."""
+    temperature: FloatArray
+    floor: FloatArray | None
+    """The smallest scaled logit that is kept; None: all are kept."""
+    keys: IntArray
+    """Of the noise."""
 
 
 class RowFunctions(Protocol):
@@ -35,19 +50,11 @@ class RowFunctions(Protocol):
         """
         ...
 
-    def draw(
-        self,
-        logits: Tensor,
-        rows: IntArray,
-        peak: FloatArray,
-        temperature: FloatArray,
-        floor: FloatArray | None,
-        keys: IntArray,
-    ) -> IntArray | None:
-        """Return a token [n] for each of the rows [n] of logits [L, vocab] float32, contiguous, from all of them.
+    def draw(self, logits: Tensor, draws: WholeDraws) -> IntArray | None:
+        """Return a token [n] for each draw from rows of logits [L, vocab] float32, contiguous.
 
-        It is the first of the largest of (logit - peak) / temperature + `gumbel` of the row's key, without those whose
-        first part is below the floor: [n] each, float32, keys int64. None: this device has no such function.
+        It is the first of the largest of (logit - peak) / temperature + `gumbel` of the draw's key, without those whose
+        first part is below the floor. None: this device has no such function.
         """
         ...
 
@@ -65,15 +72,7 @@ class TorchFunctions:
         v: Tensor = uniform(keys, token_ids)
         return torch.neg(v, out=v).log1p_().neg_().log_().neg_()
 
-    def draw(
-        self,
-        logits: Tensor,
-        rows: IntArray,
-        peak: FloatArray,
-        temperature: FloatArray,
-        floor: FloatArray | None,
-        keys: IntArray,
-    ) -> IntArray | None:
+    def draw(self, logits: Tensor, draws: WholeDraws) -> IntArray | None:
         return None
 
 

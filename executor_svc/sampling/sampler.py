@@ -23,7 +23,7 @@ from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 from executor_svc.sampling.columns import SamplingColumns
 from executor_svc.sampling.floors import row_floors
-from executor_svc.sampling.functions import RowFunctions
+from executor_svc.sampling.functions import RowFunctions, WholeDraws
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.logprobs import row_logprobs
 from executor_svc.sampling.noise import DrawPurpose, row_keys
@@ -126,7 +126,7 @@ def _draw_from_all(
         peak, keys = logits.numpy()[rows, best], _keys(columns)
         floor = row_floors(logits, rows, torch.from_numpy(peak[:, None]), columns.numbers)
         kept = None if floor is None else floor.numpy()[:, 0]
-        tokens = functions.draw(logits, rows, peak, columns["temperature"], kept, keys)
+        tokens = functions.draw(logits, WholeDraws(rows, peak, columns["temperature"], kept, keys))
         if tokens is not None:
             return tokens
     result: IntArray = _race_all(_LogitsRows.of(logits, rows, best, columns, functions)).cpu().numpy()

@@ -15,8 +15,9 @@ from executor_svc.cpu.kernels.codegen.functions import exp
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
 from executor_svc.cpu.kernels.drawing.noise import VI64, every_long, gumbel, in_every_lane, uniform
 from executor_svc.cpu.kernels.drawing.race import Race
-from executor_svc.plan.arrays import FloatArray, IntArray
+from executor_svc.plan.arrays import IntArray
 from executor_svc.portable_math import log as portable_log
+from executor_svc.sampling.functions import WholeDraws
 
 _PIECE = 8192
 """Numbers of a row that an item computes."""
@@ -50,16 +51,8 @@ class CpuRowFunctions:
         self._run(self._gumbel, y.shape, keys.data_ptr(), token_ids.data_ptr(), row_bytes, y.data_ptr())
         return y
 
-    def draw(
-        self,
-        logits: Tensor,
-        rows: IntArray,
-        peak: FloatArray,
-        temperature: FloatArray,
-        floor: FloatArray | None,
-        keys: IntArray,
-    ) -> IntArray | None:
-        return self._race.draw(logits, rows, peak, temperature, floor, keys)
+    def draw(self, logits: Tensor, draws: WholeDraws) -> IntArray | None:
+        return self._race.draw(logits, draws)
 
     def _run(self, kernel: str, shape: torch.Size, *arguments: int) -> None:
         rows, width = shape

@@ -17,7 +17,8 @@ from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.functions import where
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
 from executor_svc.cpu.kernels.drawing.noise import VI64, gumbel, in_every_lane, uniform
-from executor_svc.plan.arrays import FloatArray, IntArray
+from executor_svc.plan.arrays import IntArray
+from executor_svc.sampling.functions import WholeDraws
 
 _PIECE = 8192
 """Token ids that an item draws from; their places in it are kept as floats, which represent each."""
@@ -34,22 +35,10 @@ class Race:
         """For logits of one address, shape and capacity; steps have the same ones."""
         self._room = 0
 
-    def draw(
-        self,
-        logits: Tensor,
-        rows: IntArray,
-        peak: FloatArray,
-        temperature: FloatArray,
-        floor: FloatArray | None,
-        keys: IntArray,
-    ) -> IntArray:
-        """Return the tokens [n] of rows [n] of logits [L, vocab] float32, contiguous.
-
-        peak, temperature: [n] float32; floor: [n] float32, the smallest scaled logit that is kept, None: all are kept;
-        keys: [n] int64, of the noise.
-        """
+    def draw(self, logits: Tensor, draws: WholeDraws) -> IntArray:
+        """Return the tokens [n] of draws from rows of logits [L, vocab] float32, contiguous."""
         assert logits.is_contiguous()
-        count, (num_logits, width) = len(rows), logits.shape
+        count, (num_logits, width) = len(draws.rows), logits.shape
         pieces = -(-width // _PIECE)
         if count > self._room:
             self._make_room(max(count, 2 * self._room), pieces)
@@ -57,9 +46,9 @@ class Race:
         if self._program is None or self._program[0] != about:
             self._make_room(self._room, pieces)
             self._program = about, self._new_program(logits.data_ptr(), width, pieces)
-        self._rows[:count], self._peak[:count], self._temperature[:count] = rows, peak, temperature
-        self._floor[:count] = -_INFINITY if floor is None else floor
-        self._keys[:count] = keys
+        self._rows[:count], self._keys[:count] = draws.rows, draws.keys
+        self._peak[:count], self._temperature[:count] = draws.peak, draws.temperature
+        self._floor[:count] = -_INFINITY if draws.floor is None else draws.floor
         self._program[1].run(rows=count)
         scores = self._scores[: count * pieces].reshape(count, pieces)
         # The first of equal ones, as within a piece: ties go to the lowest id.

@@ -8,25 +8,19 @@ import torch
 
 from executor_svc.cpu.kernels.cpu_kernels import CpuKernels
 from executor_svc.cpu.kernels.row_functions import CpuRowFunctions
+from executor_svc.sampling.functions import WholeDraws
 from tests.executor_svc.cpu.kernels.processors import ISAS
 
 FUNCTIONS = {name: CpuKernels(2, level).functions for name, level in ISAS.items()}
 
 
-def drawn_by_rows(
-    functions: CpuRowFunctions,
-    logits: torch.Tensor,
-    rows: np.ndarray,
-    temperature: np.ndarray,
-    floor: np.ndarray | None,
-    keys: np.ndarray,
-) -> list[int]:
+def drawn_by_rows(functions: CpuRowFunctions, logits: torch.Tensor, draws: WholeDraws) -> list[int]:
     """What the kernel does, as operations over whole rows."""
-    x = logits[torch.from_numpy(rows)]
-    scaled = (x - x.amax(dim=1, keepdim=True)).div_(torch.from_numpy(temperature[:, None]))
-    if floor is not None:
-        scaled.masked_fill_(scaled < torch.from_numpy(floor[:, None]), float("-inf"))
-    score = scaled + functions.gumbel(torch.from_numpy(keys[:, None]), torch.arange(x.shape[1]))
+    x = logits[torch.from_numpy(draws.rows)]
+    scaled = (x - x.amax(dim=1, keepdim=True)).div_(torch.from_numpy(draws.temperature[:, None]))
+    if draws.floor is not None:
+        scaled.masked_fill_(scaled < torch.from_numpy(draws.floor[:, None]), float("-inf"))
+    score = scaled + functions.gumbel(torch.from_numpy(draws.keys[:, None]), torch.arange(x.shape[1]))
     return [int((each == each.max()).nonzero()[0, 0]) for each in score]
 
 
@@ -44,22 +38,18 @@ def test_a_draw_is_that_of_whole_rows(isa: str, width: int) -> None:
         keys = generator.integers(-(2**62), 2**62, count)
         peak = logits.numpy()[rows].max(axis=1)
         for floor in (None, np.log(generator.uniform(0.01, 0.9, count)).astype(np.float32)):
-            found = functions.draw(logits, rows, peak, temperature, floor, keys)
+            draws = WholeDraws(rows, peak, temperature, floor, keys)
+            found = functions.draw(logits, draws)
             assert found is not None
-            assert found.tolist() == drawn_by_rows(functions, logits, rows, temperature, floor, keys)
+            assert found.tolist() == drawn_by_rows(functions, logits, draws)
 
 
 def test_a_floor_of_0_leaves_the_most_likely_tokens() -> None:
     """In whichever pieces they are; noise decides among them."""
     logits = torch.zeros(1, 20_000)
     logits[0, [7, 9000, 16_500]] = 3.0
-    one = np.ones(1, np.float32)
-    drawn = {
-        int(
-            next(iter(FUNCTIONS.values())).draw(logits, np.zeros(1, np.int64), 3 * one, one, 0 * one, np.array([key]))[
-                0
-            ]
-        )  # type: ignore[index]
-        for key in range(60)
-    }
-    assert drawn == {7, 9000, 16_500}
+    one, count = np.ones(60, np.float32), 60
+    draws = WholeDraws(np.zeros(count, np.int64), 3 * one, one, 0 * one, np.arange(count))
+    found = next(iter(FUNCTIONS.values())).draw(logits, draws)
+    assert found is not None
+    assert set(found.tolist()) == {7, 9000, 16_500}

@@ -12,7 +12,9 @@ import pytest
 from cadenza_common.plan.plan import AdmittedSequence
 from cadenza_common.plan.result import StepResult, StepStatus
 from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
+from executor_svc.gpu.slots.staging import Upload
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
 from tests.helpers.executor.plans import ints, scheduled, sequence
@@ -111,11 +113,30 @@ def outputs(stepper: Stepper, max_drafts: int) -> Outputs:
     return found
 
 
-def note_replays(monkeypatch: pytest.MonkeyPatch, kind: Any, into: list[StepSizes]) -> None:
-    replay = kind.replay
+def note_device_calls(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[StepSizes]]:
+    """Return the words of each copy of a step to the device, and the sizes of each replay, as they will come."""
+    sent, replayed = list[int](), list[StepSizes]()
 
-    def noted(self: Any, sizes: StepSizes) -> None:
-        into.append(sizes)
-        replay(self, sizes)
+    def note(kind: Any, name: str, into: list[Any]) -> None:
+        call = getattr(kind, name)
 
-    monkeypatch.setattr(kind, "replay", noted)
+        def noted(self: Any, argument: Any) -> None:
+            into.append(argument)
+            call(self, argument)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    note(Upload, "send", sent)
+    for kind in (DirectReplayer, CudaGraphs):
+        note(kind, "replay", replayed)
+    return sent, replayed
+
+
+def copies_of_decodes(stepper: Stepper, sent: list[int], found: Outputs) -> list[int]:
+    """Do three equal decodes with three drafts; return how many copies to the device each has made."""
+    numbers = []
+    for _ in range(3):
+        sent.clear()
+        found.add(stepper.step(decode_ready=True, max_drafts=3))
+        numbers.append(len(sent))
+    return numbers

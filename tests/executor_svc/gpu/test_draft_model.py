@@ -14,9 +14,7 @@ import pytest
 from cadenza_common.plan.plan import BlockMoves
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
-from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
-from executor_svc.gpu.slots.staging import Upload
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.heads.draft import LoadedDraft, load_draft
 from tests.executor_svc.driver import Model, spoil
@@ -26,8 +24,9 @@ from tests.executor_svc.gpu.drafted_steps import (
     REQUESTS,
     WITH_DRAFTS,
     Outputs,
+    copies_of_decodes,
     make_model,
-    note_replays,
+    note_device_calls,
     outputs,
 )
 from tests.helpers.executor.plans import ints, scheduled, sequence
@@ -161,21 +160,12 @@ def test_blocks_take_what_the_draft_needs_along(cpu: Model, gpu: Model, folder: 
 def test_the_same_decodes_send_nothing_and_are_three_graphs(
     sampling: SequenceSampling, gpu: Model, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent, replayed = [], list[StepSizes]()
-    send = Upload.send
-    monkeypatch.setattr(Upload, "send", lambda self, count: (sent.append(count), send(self, count))[1])
-    for kind in (DirectReplayer, CudaGraphs):
-        note_replays(monkeypatch, kind, replayed)
+    sent, replayed = note_device_calls(monkeypatch)
     stepper, found = drafting(gpu, folder), Outputs()
     first = sequence(0, PERIODIC, Stepper.blocks(0), max_drafts=3, sampling=sampling)
     found.add(stepper.step(admitted=(first,), scheduled=scheduled((0, 12, True))))
     replayed.clear()
-    numbers = []
-    for _ in range(3):
-        sent.clear()
-        found.add(stepper.step(decode_ready=True, max_drafts=3))
-        numbers.append(len(sent))
-    assert numbers == [1, 0, 0]
+    assert copies_of_decodes(stepper, sent, found) == [1, 0, 0]
     # Of the drafts, of the tokens' logits, of the choices.
     assert replayed == [StepSizes.decode(1, 3)] * 9
     assert found.num_accepted == found.num_drafts == 9

@@ -13,10 +13,8 @@ import pytest
 from cadenza_common.plan.result import StepResult
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.cpu.kernels.suffixes.growth import SuffixKernels
-from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.sampling import state as gpu_sampling_state
-from executor_svc.gpu.slots.staging import Upload
 from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.speculation.ngram import NgramSource
@@ -29,7 +27,7 @@ from tests.executor_svc.gpu.drafted_steps import (
     WITH_DRAFTS,
     Outputs,
     make_model,
-    note_replays,
+    note_device_calls,
     outputs,
 )
 from tests.helpers.executor.plans import columns, ints, scheduled, sequence
@@ -138,11 +136,7 @@ def test_slots_beside_those_with_drafts(cpu: Model, gpu: Model, monkeypatch: pyt
 def test_the_same_decodes_with_drafts_send_nothing_and_are_two_graphs(
     sampling: dict[str, Any], cpu: Model, gpu: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent, replayed = [], list[StepSizes]()
-    send = Upload.send
-    monkeypatch.setattr(Upload, "send", lambda self, count: (sent.append(count), send(self, count))[1])
-    for kind in (DirectReplayer, CudaGraphs):
-        note_replays(monkeypatch, kind, replayed)
+    sent, replayed = note_device_calls(monkeypatch)
     stepper = Stepper(gpu, drafts=NgramSource, **WITH_DRAFTS)
     first = sequence(0, PERIODIC, Stepper.blocks(0), max_drafts=3)
     second = sequence(1, [8, 9] * 3, Stepper.blocks(1), sampling=SequenceSampling(**sampling), max_drafts=2)

@@ -16,9 +16,7 @@ from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.plan.plan import BlockMoves
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.config import ExecutorConfig
-from executor_svc.gpu.graphs import CudaGraphs, DirectReplayer
 from executor_svc.gpu.kernels.slots.slots import StepSizes
-from executor_svc.gpu.slots.staging import Upload
 from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.models.heads.eagle3_loading import load_eagle3
 from executor_svc.models.heads.mtp_loading import load_mtp
@@ -26,7 +24,14 @@ from executor_svc.startup.grammars import find_grammars
 from executor_svc.startup.speculation import Draft
 from executor_svc.worker.worker import Launched
 from tests.executor_svc.driver import Model, spoil
-from tests.executor_svc.gpu.drafted_steps import MAX_DRAFTS, WITH_DRAFTS, Outputs, note_replays, outputs
+from tests.executor_svc.gpu.drafted_steps import (
+    MAX_DRAFTS,
+    WITH_DRAFTS,
+    Outputs,
+    copies_of_decodes,
+    note_device_calls,
+    outputs,
+)
 from tests.executor_svc.gpu.test_adapters import Run, save_adapters
 from tests.executor_svc.gpu.watched_head import WatchedHead
 from tests.helpers.executor.plans import columns, ints, scheduled, sequence
@@ -206,20 +211,11 @@ def test_blocks_take_the_heads_keys_along(tmp_path: Path) -> None:
 def test_the_same_decodes_send_nothing_and_are_four_graphs(
     sampling: SequenceSampling, with_mtp: Headed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent, replayed = [], list[StepSizes]()
-    send = Upload.send
-    monkeypatch.setattr(Upload, "send", lambda self, count: (sent.append(count), send(self, count))[1])
-    for kind in (DirectReplayer, CudaGraphs):
-        note_replays(monkeypatch, kind, replayed)
+    sent, replayed = note_device_calls(monkeypatch)
     stepper, found = with_mtp.stepper(), Outputs()
     found.add(stepper.step(**begun(TEXT[:12], samplings=(sampling,))))
     replayed.clear()
-    numbers = []
-    for _ in range(3):
-        sent.clear()
-        found.add(stepper.step(decode_ready=True, max_drafts=3))
-        numbers.append(len(sent))
-    assert numbers == [1, 0, 0]
+    assert copies_of_decodes(stepper, sent, found) == [1, 0, 0]
     # Of the drafts, of the tokens' logits, of the choices, of the head's rows.
     assert replayed == [StepSizes.decode(1, 3)] * 12
     assert found.num_drafts == 9

@@ -23,7 +23,7 @@ from gateway_svc.state import State
 
 _LOG = logging.getLogger(__name__)
 _CHECK_S = 1.0
-"""For which a start waits for the scheduler to say which model it serves."""
+"""For which a start waits for the scheduler to say which model it serves, or for the launcher of several models."""
 EXIT_OK, EXIT_FAILED, EXIT_OPTIONS = 0, 1, 2
 
 
@@ -73,8 +73,11 @@ async def serve(
 
 
 async def _wrong_option(state: State) -> str | None:
-    """What is wrong with an option for the model, once the scheduler says which it is; None: nothing that is known."""
-    if isinstance(state, DoorState) or not state.formats.is_named:
+    """What is wrong with an option for the model, once it is known which it is; None: nothing that is known."""
+    if isinstance(state, DoorState):
+        await state.all.wait_serving()
+        return None
+    if not state.formats.is_named:
         return None
     while True:
         try:

@@ -47,7 +47,8 @@ class PoolChannel:
             statuses = self._pool.statuses()
             with self._lock:
                 self._connection = connection
-                self._write(write_line(self._bounds) + b"".join(map(write_line, statuses)))
+                # The bounds come last: then the gateway knows that it has heard of every model.
+                self._write(b"".join(map(write_line, statuses)) + write_line(self._bounds))
             for status in self._pool.statuses():  # what has changed meanwhile, once more
                 self._say(status)
             threading.Thread(target=self._hear, args=(connection,), name="pool-orders", daemon=True).start()

@@ -16,6 +16,8 @@ from executor_svc.sampling.functions import RowFunctions
 _CHUNK_ELEMENTS = 1 << 17
 # Width at which a folded sum changes to float64.
 _NARROW = 4096
+# The bits of -0.0.
+_MINUS_ZERO = np.int32(-(2**31))
 
 
 def argmax(x: Tensor) -> IntArray:
@@ -95,7 +97,9 @@ def _top_of_row(x: FloatArray, size: int) -> IntArray:
     """
     vocab, rest = len(x), len(x) - size
     (ids,) = (~(x < np.partition(x, rest)[rest])).nonzero() if rest else (np.arange(vocab),)
-    bits = (x[ids] + np.float32(0.0)).view(np.int32)
+    bits = x[ids].view(np.int32)
+    # Not by adding 0.0: numpy warns of signalling NaNs, and other ranks than 0 have anything in place of logits.
+    bits[bits == _MINUS_ZERO] = 0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(np.int64)
     keys = np.sort((ordered << 32) | (vocab - 1 - ids))
     found: IntArray = vocab - 1 - (keys[: -size - 1 : -1] & 0xFFFFFFFF)

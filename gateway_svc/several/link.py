@@ -37,7 +37,8 @@ class LinkToAll(SchedulerLink):
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
+        self._answers = asyncio.Event()
+        """Set while `is_serving`."""
 
     def start(self) -> None:
         """Connect to the launcher from now on."""
@@ -49,12 +50,17 @@ class LinkToAll(SchedulerLink):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._hang_up()
         await asyncio.gather(*self._closing, *(each.link.close() for each in self.served.values()))
 
     @property
     def is_away(self) -> bool:
         """Whether nobody can say which models there are; each request finds out whether its own is away."""
         return not self.is_serving
+
+    async def wait_serving(self) -> None:
+        """Wait until the launcher has said which models there are."""
+        await self._answers.wait()
 
     @property
     def num_requests(self) -> int:
@@ -92,19 +98,25 @@ class LinkToAll(SchedulerLink):
                 reader, self._writer = await asyncio.open_unix_connection(self._socket, limit=_LONGEST_LINE)
                 while line := await reader.readline():
                     found = read_line(line)
-                    if isinstance(found, Bounds):
+                    if isinstance(found, Bounds):  # the last line about all of them
                         self.roster.bounds = found
-                        continue
-                    self.roster.update(found)
-                    self._set_serving(True)
+                        self._set_serving(True)
+                    else:
+                        self.roster.update(found)
+            self._hang_up()
             self._set_serving(False)
             self.roster.lost()
             await asyncio.sleep(_RETRY_S)
 
+    def _hang_up(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
     def _set_serving(self, serving: bool) -> None:
         if serving != self.is_serving:
             self.is_serving = serving
-            self._changed.set()
+            self._answers.set() if serving else self._answers.clear()
             _LOG.info("the models' launcher %s", "answers" if serving else "does not answer")
 
     async def _count_sessions(self) -> None:

@@ -17,6 +17,10 @@ _RARE_COVERAGE = 0.1
 """How often the source has drafts where that advantage has fallen to 0."""
 _DWELL_WITHOUT = 24
 """Results between two decisions of a bucket while the source has no drafts."""
+_EACH = 3
+"""Of the results in which nobody had drafts, each so many is looked at; others are only counted."""
+_RARELY, _LOOK = 64, 4
+"""Results in a row in which nobody had drafts, after which one plan of so many allows them."""
 _FLAT = 0.004
 """Loss at which fewer drafts are as good as the best number."""
 _LEAST_PLAIN = 2
@@ -134,7 +138,8 @@ class DraftControl:
     - *Upwards*: the first probe of a batch size has several drafts at once, the most that cost little if they are all
       wrong; what fewer cost is taken from the line between that and none. More are tried by doubling. So a request has
       its number within some ten steps, on an executor that has just started.
-    - A source that finds drafts at times only (copying) costs next to nothing while it finds none: it stays on.
+    - A source that finds drafts at times only (copying) costs next to nothing while it finds none: it stays on. After
+      64 results without any it is asked in every fourth step, until it finds some or another request comes.
 
     Deterministic from its calls: a replay of recorded results makes the same choices. A result is attributed by its own
     `max_drafts`, so that plans in flight confuse nothing.
@@ -157,6 +162,8 @@ class DraftControl:
         """Results observed."""
         self._num_without = 0
         """Sequences that were allowed drafts and had none, since the last that had some."""
+        self._num_empty = self._num_looks = 0
+        """Results in a row that were allowed drafts and had none; plans behind too many of them."""
         self._drafting = 1.0
         """Share of decoding sequences that may draft."""
         self._probe: _Probe | None = None
@@ -189,13 +196,34 @@ class DraftControl:
         if self._now - bucket.decided_at > _STALE:
             self._decide(bucket)
         leader = self._leader
-        if leader is not None and leader.choice in bucket.good and self._now - leader.decided_at <= _STALE:
-            return leader.choice
-        self._leader = bucket
-        return bucket.choice
+        if leader is None or leader.choice not in bucket.good or self._now - leader.decided_at > _STALE:
+            leader = self._leader = bucket
+        if leader.choice and self._num_empty >= _RARELY:
+            self._num_looks += 1
+            return 0 if self._num_looks % _LOOK else leader.choice
+        return leader.choice
+
+    def counts_only(self, num_decodes: int, num_allowed: int) -> bool:
+        """Count a result in which nobody had drafts, if no more is to be learned from it now; else change nothing and
+        return False: `observe` must follow.
+
+        num_allowed: the sequences that were allowed drafts. Most results are of this kind where texts do not repeat.
+        """
+        bucket = self._by_size.get(num_decodes)
+        if bucket is None or self._probe is not None or not (self._adaptive and bucket.was_probed):
+            return False
+        num_results = bucket.num_results + 1
+        is_empty = num_allowed or self._num_empty >= _RARELY
+        if num_results % _EACH == 0 or num_results >= (_DWELL_WITHOUT if is_empty else _DWELL):
+            return False
+        bucket.num_results = num_results
+        self._now += 1
+        self._num_without += num_allowed
+        self._num_empty += num_allowed > 0
+        return True
 
     def observe(self, step: DraftedStep) -> None:
-        """Learn from a result; to be called in the order of results."""
+        """Learn from a result; to be called in the order of results, but for those that `counts_only` has counted."""
         num_decodes = step.num_decodes
         if not self._adaptive or num_decodes <= 0:
             return
@@ -205,11 +233,13 @@ class DraftControl:
         if max_drafts and not step.num_drafts:
             # A step like one without drafts, of which most are: no more is done than that takes.
             self._num_without += step.num_drafting
+            self._num_empty += 1
             max_measured, dwell = 0, _DWELL_WITHOUT
         else:
             max_measured = max_drafts
             self._observe_without()
         if max_drafts and step.num_drafts:
+            self._num_empty = 0
             if self._observe_scopes(step.by_scope):
                 self._interval, self._news_from = _FIRST_INTERVAL, min(self._news_from, self._now + _DWELL)
             share = step.num_drafting / num_decodes
@@ -233,6 +263,7 @@ class DraftControl:
         """Choose by what other scopes have shown."""
         is_new = scopes.keys() != self._scopes.keys()
         self._scopes, self._expected = dict(scopes), None
+        self._num_empty = 0
         if is_new:
             self._decide(bucket)
             self._leader = None

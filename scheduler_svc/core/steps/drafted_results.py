@@ -62,6 +62,9 @@ def observe_drafts(lane: Lane, step: PlannedStep, result: StepResult) -> None:
     if not (lane.spec.max_drafts and step.decode_slots):
         return
     most, num_decodes = step.plan.max_drafts, max(len(step.decode_slots), step.num_drafting)
+    lane.counts.drafts.most = most
+    if not len(result.num_drafts) and lane.draft_control.counts_only(num_decodes, step.num_drafting if most else 0):
+        return
     drafts, by_scope = list(result.num_drafts), dict[int, ScopeDrafts]()
     if drafts:
         accepted = list(result.num_accepted)
@@ -69,7 +72,6 @@ def observe_drafts(lane: Lane, step: PlannedStep, result: StepResult) -> None:
         accepted_at = [sum(count > index for count in accepted) for index in range(most)]
         lane.counts.drafts.add(drafted_at, accepted_at)
         by_scope = _by_scope(lane, step, result, ScopeDrafts(step.num_drafting, accepted_at, drafted_at))
-    lane.counts.drafts.most = most
     lane.draft_control.observe(
         DraftedStep(
             num_decodes=num_decodes,

@@ -74,13 +74,19 @@ class DraftMachine:
             by_scope={self.scope: ScopeDrafts(num_drafting, accepted_at, drafted_at)} if most else {},
         )  # fmt: skip
         self.steps.append(step)
-        self.control.observe(step)
+        observe(self.control, step)
 
     def goodput(self, since: int = 0, *, of_decodes: bool = False) -> float:
         """Tokens a second, from a step on; of_decodes: in steps that compute no prompt."""
         steps = [step for step in self.steps[since:] if not (of_decodes and step.num_other_tokens)]
         num_tokens = sum(step.num_decodes + step.num_accepted for step in steps)
         return num_tokens / sum(step.step_ns for step in steps) * 1e9
+
+
+def observe(control: DraftControl, step: DraftedStep) -> None:
+    """Tell a control of a result as the core does."""
+    if step.num_drafts or not control.counts_only(step.num_decodes, step.num_drafting):
+        control.observe(step)
 
 
 def ideal(step_ns: StepNs, acceptance: float, num_decodes: int, most: int) -> tuple[int, float]:

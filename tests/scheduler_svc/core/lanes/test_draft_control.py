@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 
 from scheduler_svc.core.lanes.draft_control import DraftControl, DraftedStep, ScopeDrafts
-from tests.helpers.core.draft_machine import DraftMachine, StepNs, ideal, rows_cost
+from tests.helpers.core.draft_machine import DraftMachine, StepNs, ideal, observe, rows_cost
 
 MOST = 5
 MACHINES: dict[str, StepNs] = {
@@ -66,6 +65,19 @@ def test_a_source_that_seldom_has_drafts_stays_on() -> None:
     found = machine("in between", 0.9, found=0.1).run([1] * 1500)
     assert sum(found.choices[-500:]) > 3 * 500
     assert found.goodput() > 1.1 * ideal(found.step_ns, 0.0, 1, 0)[1]
+
+
+def test_a_source_without_any_drafts_is_asked_in_every_fourth_step_until_it_finds_some() -> None:
+    found = machine("in between", 0.9, found=0.0).run([1] * 300)
+    assert sum(choice > 0 for choice in found.choices[60:68]) > 4
+    assert sum(choice > 0 for choice in found.choices[200:300]) == pytest.approx(25, abs=2)
+    found.found = 1.0
+    found.run([1] * 60)
+    assert sum(choice > 0 for choice in found.choices[-50:]) >= 40  # all but a probe
+    found.found = 0.0
+    found.run([1] * 300)
+    found.control.choose(1, {7: 1})  # another request
+    assert found.control.choose(1, {7: 1})
 
 
 @pytest.mark.parametrize(
@@ -170,10 +182,10 @@ def test_the_same_results_give_the_same_choices() -> None:
     for start, end in ((0, 700), (700, len(sizes))):
         for index in range(start, end):
             if index - start >= first.depth:
-                again.observe(replace(first.steps[index - first.depth]))
+                observe(again, first.steps[index - first.depth])
             choices.append(again.choose(sizes[index], {0: sizes[index]}))
         for step in first.steps[end - first.depth : end]:
-            again.observe(replace(step))
+            observe(again, step)
     assert choices == first.choices
     assert len(set(choices)) > 2
 

@@ -177,12 +177,12 @@ class ExecutorConfig(SimulationOptions):
         json_schema_extra=about("Batching", "tokens"),
     )
     speculative: Speculative = Field(
-        "off",
+        "auto",
         description="Speculative decoding: where drafts of the next tokens come from; ngram: earlier places of the "
         "same text; suffix: these and other requests' texts, by frequency; draft: a smaller model; eagle3: a head that "
         "reads the model's hidden states; mtp: such a head in the model's own checkpoint; auto: suffix, else the "
-        "smaller model or head if there is one, on a GPU that alone, with as many drafts as pay. Tokens are the same "
-        "with each of them (docs/speculation.md).",
+        "smaller model or head if there is one, on a GPU that alone, with as many drafts as pay. Default on a GPU and "
+        "with --simulate: off. Tokens are the same with each of them (docs/speculation.md).",
         json_schema_extra=about("Speculation"),
     )
     speculative_model: str | None = Field(
@@ -368,7 +368,7 @@ class ExecutorConfig(SimulationOptions):
         return config
 
     def sized_for(self, device: str) -> ExecutorConfig:
-        """Return the options with the default step sizes of a device: "cpu", "cuda" or "simulated"."""
+        """Return the options with the defaults of a device: "cpu", "cuda" or "simulated"."""
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         has_tokens = "max_num_batched_tokens" in self.model_fields_set
         if device == "cuda" and not has_tokens:
@@ -377,4 +377,7 @@ class ExecutorConfig(SimulationOptions):
             seqs = min(_GPU_SEQS, tokens)
         if not has_tokens:
             tokens = max(tokens, seqs)
-        return self.model_copy(update={"max_num_seqs": seqs, "max_num_batched_tokens": tokens})
+        changes: dict[str, object] = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
+        if device != "cpu" and "speculative" not in self.model_fields_set:
+            changes["speculative"] = "off"
+        return self.model_copy(update=changes)

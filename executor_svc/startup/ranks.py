@@ -53,7 +53,7 @@ def build_divided(
     """Build the executor of rank 0, and start the others; arguments and errors as those of `build.build_model`."""
     config = threads_of(config, place)
     device = make_device(config)
-    check_speculation(config, device.name)
+    check_speculation(config.sized_for(device.name), device.name)
     torch.set_num_threads(device.num_threads)
     if device.name != "cpu" and drafts is not None:
         raise RanksError("drafts that are given, as those of a replay, are not possible with ranks on GPUs so far")

@@ -13,6 +13,7 @@ from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.errors import StartError
 from executor_svc.models.decoder import Decoder
+from executor_svc.models.folder import LoaderError
 from executor_svc.models.heads.draft import LoadedDraft, load_draft, naming
 from executor_svc.models.heads.eagle3_loading import load_eagle3
 from executor_svc.models.heads.eagle3_spec import is_eagle3
@@ -60,7 +61,7 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
         )
     if kind == "mtp":
         check_mtp(config)
-    if kind != "off" and config.max_num_seqs <= config.num_speculative_tokens:
+    if kind != "off" and _was_asked_for(config) and config.max_num_seqs <= config.num_speculative_tokens:
         _log.warning(
             "--max-num-seqs %d: a sequence that runs alone has at most %d drafts in a step, not the %d of "
             "--num-speculative-tokens, as each takes a row of the batch",
@@ -81,10 +82,29 @@ def load_speculative_model(config: ExecutorConfig, device: Device, target: Loade
         )
     if name is None:
         has_own = config.speculative == "mtp" or (config.speculative == "auto" and has_mtp(config))
-        return load_mtp(config, device, target) if has_own else None
+        return _own_head(config, device, target) if has_own else None
     if config.speculative == "eagle3" or (config.speculative == "auto" and _is_head(name)):
         return load_eagle3(name, config, device, target)
     return load_draft(name, config, device, target)
+
+
+def _own_head(config: ExecutorConfig, device: Device, target: LoadedModel) -> Draft | None:
+    """Load the head in the target's checkpoint; None for one that cannot be loaded, if nobody asked for drafts.
+
+    Raises LoaderError.
+    """
+    try:
+        return load_mtp(config, device, target)
+    except LoaderError as error:
+        if _was_asked_for(config):
+            raise
+        _log.warning("no drafts from the model's own head: %s", error)
+        return None
+
+
+def _was_asked_for(config: ExecutorConfig) -> bool:
+    """Return whether drafts are not just the default, which neither warns nor fails."""
+    return "speculative" in config.model_fields_set
 
 
 def state_layers_of(draft: Draft | None) -> Sequence[int]:

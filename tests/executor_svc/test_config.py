@@ -89,3 +89,21 @@ def test_sizes_of_the_environment_count_as_given(monkeypatch: pytest.MonkeyPatch
     config = read_config(["--model", "m"])
     assert config is not None
     assert config.sized_for("cuda").max_num_seqs == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "expected"),
+    [
+        ([], "cpu", "auto"),
+        ([], "cuda", "off"),
+        ([], "simulated", "off"),
+        (["--speculative", "auto"], "cuda", "auto"),
+        (["--speculative", "suffix"], "simulated", "suffix"),
+        (["--speculative", "off"], "cpu", "off"),
+    ],
+)
+def test_drafts_are_the_default_on_the_cpu_only(arguments: list[str], device: str, expected: str) -> None:
+    config = read_config(["--model", "m", *arguments])
+    assert config is not None
+    assert config.sized_for(device).speculative == expected
+    assert config.sized_for(device).sized_for(device).speculative == expected

@@ -236,6 +236,18 @@ def test_tensors(name: str, tensor: torch.Tensor | None, message: str, tmp_path:
         load(target)
 
 
+def test_by_default_a_head_that_cannot_be_loaded_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The model starts without one, and a log says why; who asks for drafts is told."""
+    folder = make_mimo(tmp_path)
+    edit_tensors(folder, input_proj_weight=None)
+    target = Model(folder, **OPTIONS)
+    default = ExecutorConfig(**target.options)
+    assert load_speculative_model(default, target.device, target.loaded) is None
+    assert "no drafts from the model's own head" in caplog.text
+    with pytest.raises(LoaderError, match="is missing"):
+        load_speculative_model(config_of(target, speculative="auto"), target.device, target.loaded)
+
+
 def test_a_tensor_that_is_left_over(tmp_path: Path) -> None:
     folder = make_mimo(tmp_path)
     path = folder / "model.safetensors"

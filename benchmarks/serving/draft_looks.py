@@ -19,7 +19,8 @@ from executor_svc.batch.slots import Slots
 from executor_svc.cpu.kernels.suffixes.growth import SuffixKernels
 from executor_svc.plan.limits import Limits
 from executor_svc.speculation.suffix import SuffixSource
-from scheduler_svc.core.lanes.draft_control import DraftControl, DraftedStep
+from scheduler_svc.core.lanes.draft_control import DraftControl
+from scheduler_svc.core.lanes.drafted_step import DraftedStep
 
 _PROMPT, _STEPS = 64, 400
 _VOCAB, _MOST = 49_152, 5

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from cadenza_common.plan.result import StepResult
 from scheduler_svc.core.errors import InvariantError
-from scheduler_svc.core.lanes.draft_control import DraftedStep, ScopeDrafts
+from scheduler_svc.core.lanes.drafted_step import DraftedStep, ScopeDrafts
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
 from scheduler_svc.core.request_table import RequestTable

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.lanes.draft_control import DraftControl, DraftedStep, ScopeDrafts
+from scheduler_svc.core.lanes.draft_control import DraftControl
+from scheduler_svc.core.lanes.drafted_step import DraftedStep, ScopeDrafts
 
 StepNs = Callable[[int, int], float]
 """Nanoseconds of a step by its number of decodes and of drafts."""

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from scheduler_svc.core.lanes.draft_control import DraftControl, DraftedStep, ScopeDrafts
+from scheduler_svc.core.lanes.draft_control import DraftControl
+from scheduler_svc.core.lanes.drafted_step import DraftedStep, ScopeDrafts
 from tests.helpers.core.draft_machine import DraftMachine, StepNs, ideal, observe, rows_cost
 
 MOST = 5

@@ -7,7 +7,7 @@ import pytest
 from executor_svc.simulated.costs import StepCosts
 from executor_svc.simulated.drafts import AcceptanceSource
 from executor_svc.speculation.drafting import Drafting
-from scheduler_svc.core.lanes.draft_control import DraftedStep
+from scheduler_svc.core.lanes.drafted_step import DraftedStep
 from tests.helpers.core.core_bench import Bench
 from tests.helpers.core.known import VOCAB_SIZE
 

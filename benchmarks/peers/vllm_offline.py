@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from benchmarks.peers.answering import answering
 
 MAX_NUM_BATCHED_TOKENS = 2048
+HELD_TO, AVX2 = "BENCHMARK_VLLM_ISA", "avx2"
+"""Of the environment: the instruction set whose build is to be used on a processor with more; its one value."""
 
 
 def serve(vllm: Any, llm: Any, requests: list[dict[str, Any]]) -> dict[str, float]:
@@ -46,11 +49,21 @@ def lora_requests(folders: list[str | None]) -> list[Any] | None:
     return [None if folder is None else named[folder] for folder in folders]
 
 
+def _hold() -> None:
+    """Let vLLM find a processor of AVX2, so that it loads its build for that (vllm#35466)."""
+    cpu = importlib.import_module("torch").cpu
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        setattr(cpu, name, lambda: False)
+
+
 def main() -> None:
     """Load, report the version, then answer until stdin ends."""
     folder, longest, most = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     sizes = dict(zip(("max_loras", "max_lora_rank"), map(int, sys.argv[4:]), strict=False))
     with answering() as answer:
+        held = os.environ.get(HELD_TO)
+        if held is not None:
+            _hold()
         vllm = importlib.import_module("vllm")
         llm = vllm.LLM(
             model=folder,
@@ -62,7 +75,14 @@ def main() -> None:
             seed=0,
             **({"enable_lora": True, **sizes} if sizes else {}),
         )
-        answer({"version": vllm.__version__, "max_num_seqs": most, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS})
+        answer(
+            {
+                "version": vllm.__version__,
+                "max_num_seqs": most,
+                "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+                "built_for": held or "the processor",
+            }
+        )
         for line in sys.stdin:
             answer(serve(vllm, llm, json.loads(line)["requests"]))
 

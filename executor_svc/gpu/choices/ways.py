@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.interface import DeviceError, is_device_lost
-from executor_svc.gpu.checks.store import ENDED, CheckStore
+from executor_svc.gpu.choices.store import ENDED, CheckStore
 
 _log = logging.getLogger(__name__)
 _RUNS, _REPEATS = 10, 7
@@ -159,7 +159,8 @@ class KernelChecks:
             if is_device_lost(error):
                 self.store.lose()
                 raise KernelError(
-                    f"{name}: {way} has broken the GPU's context ({short_reason(error)}); start again: it will not be used"
+                    f"{name}: {way} has broken the GPU's context ({short_reason(error)}); start again: the next start "
+                    "does not use it"
                 ) from error
             reason = short_reason(error)
         self.num_compared += 1
@@ -198,7 +199,8 @@ class KernelChecks:
             graph.replay()
             end.record()
         self._wait()
-        return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3 / _RUNS
+        times: list[float] = [start.elapsed_time(end) for start, end in events]
+        return statistics.median(times) / 1e3 / _RUNS
 
 
 def short_reason(error: BaseException) -> str:

@@ -63,8 +63,12 @@ class GpuDevice:
     numerics: Numerics
     functions: RowFunctions
 
-    def __init__(self, config: ExecutorConfig) -> None:
-        """Raise DeviceError, naming the option, for options that this machine or version does not support."""
+    def __init__(self, config: ExecutorConfig, absent: tuple[int, int] | None = None) -> None:
+        """Raise DeviceError, naming the option, for options that this machine or version does not support.
+
+        absent: compute capability and multiprocessors of a GPU that is not here, for which kernels are compiled: all
+        tensors are the host's.
+        """
         for option, value, not_here in (
             ("--quantization", config.quantization, "int4"),
             ("--quantized-activations", config.quantized_activations, "int8"),
@@ -73,9 +77,9 @@ class GpuDevice:
         ):
             if value is not None and value == not_here:
                 raise DeviceError(f"{option} {value} is not possible on a GPU: it needs --device cpu")
-        self._interpreted = is_interpreted()
+        self._interpreted = is_interpreted() or absent is not None
         self.torch_device = torch.device("cpu" if self._interpreted else "cuda")
-        arch, num_sms = _HOPPER if self._interpreted else _properties(self.torch_device)
+        arch, num_sms = absent or (_HOPPER if self._interpreted else _properties(self.torch_device))
         if arch < _LEAST_ARCH:
             raise DeviceError(
                 f"--device cuda: this GPU has compute capability {arch // 10}.{arch % 10}, 8.0 is the least"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,6 +118,10 @@ class ModelSteps:
         if recorded.state_plan is not None:
             self._fill_states(chunks, starts)
         return self._counts(len(owners), len(sampled))
+
+    def run(self, counts: Mapping[str, int]) -> None:
+        """Run the step whose inputs are set, with the rows that `fill` has returned."""
+        self.recorded.run(counts["rows"], counts["sampled"])
 
     def _pages(self, sequence: int) -> Tensor:
         """Return a sequence's pages [tables, blocks], its blocks after those of the sequences before it."""

@@ -55,7 +55,7 @@ class AbsentDriver(DriverBase):  # type: ignore[misc]
 
 
 class _NoProducts(TorchDispatchMode):
-    """Leaves out PyTorch's products into given memory: they would take the host long, and their numbers mean nothing."""
+    """Leaves out PyTorch's products into given memory: they take the host long, and their numbers mean nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}

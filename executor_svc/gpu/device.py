@@ -77,7 +77,8 @@ class GpuDevice:
         ):
             if value is not None and value == not_here:
                 raise DeviceError(f"{option} {value} is not possible on a GPU: it needs --device cpu")
-        self._interpreted = is_interpreted() or absent is not None
+        self._is_here = absent is None
+        self._interpreted = is_interpreted() or not self._is_here
         self.torch_device = torch.device("cpu" if self._interpreted else "cuda")
         arch, num_sms = absent or (_HOPPER if self._interpreted else _properties(self.torch_device))
         if arch < _LEAST_ARCH:
@@ -198,7 +199,7 @@ class GpuDevice:
 
     def free_memory_bytes(self) -> int:
         if self._interpreted:
-            return 1 << 30
+            return 1 << 30 if self._is_here else int(psutil.virtual_memory().available)
         # Memory in PyTorch's cache is available too.
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + kept

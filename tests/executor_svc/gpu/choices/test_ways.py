@@ -96,7 +96,19 @@ def test_what_ends_the_process_is_not_tried_again(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         checks(tmp_path).choose(check(ends, right))
-    assert checks(tmp_path).choose(check(right, right)) == "small tile"
+    assert not checks(tmp_path).store.has_ended("thing 40 bf16", "tile"), "the process lives"
+    (note,) = tmp_path.glob("*.trying")
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"created": 1.0}))
+    assert checks(tmp_path).choose(check(right, right)) == "small tile", "as it has that pid no more"
+    assert [*tmp_path.glob("*.trying")] == []
+
+
+def test_processes_that_share_a_folder_keep_what_the_others_found(tmp_path: Path) -> None:
+    one, other = checks(tmp_path), checks(tmp_path)
+    one.store.keep("a", {"way": "tile"})
+    other.store.keep("b", {"way": "torch"})
+    again = checks(tmp_path).store
+    assert (again.known("a"), again.known("b")) == ({"way": "tile"}, {"way": "torch"})
 
 
 def test_a_file_that_cannot_be_read_is_as_none(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from executor_svc.device.pool_sizes import chosen_pages, least_of, with_states
 from executor_svc.device.stored_linear import FewBits, QuantRows, StoredLinear
 from executor_svc.gpu.choices.store import CheckStore, about_device
 from executor_svc.gpu.choices.ways import KernelChecks
+from executor_svc.gpu.compiled.kernel_cache import use_kernel_cache
 from executor_svc.gpu.exact.linear import ExactLinear
 from executor_svc.gpu.exact.products import ExactProducts
-from executor_svc.gpu.kernel_cache import use_kernel_cache
 from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear

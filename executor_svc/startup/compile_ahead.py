@@ -17,10 +17,10 @@ from cadenza_common.settings import service as settings
 from cadenza_common.telemetry.logs import report_error
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
-from executor_svc.gpu.ahead import MULTIPROCESSORS, compiling_for
 from executor_svc.gpu.checks.model_steps import ModelSteps
+from executor_svc.gpu.compiled.ahead import MULTIPROCESSORS, compiling_for
+from executor_svc.gpu.compiled.kernel_cache import COMPILED, use_kernel_cache
 from executor_svc.gpu.device import GpuDevice
-from executor_svc.gpu.kernel_cache import COMPILED, use_kernel_cache
 from executor_svc.gpu.warm_up import run_steps
 from executor_svc.models.loading import load_model
 from executor_svc.plan.description import limits_of

@@ -62,8 +62,8 @@ class StartReport:
         """
         if not self._on_gpu:
             return
+        from executor_svc.gpu.compiled.kernel_cache import COMPILED
         from executor_svc.gpu.device import BYTES_FOR_GRAPHS, MEMORY_SHARE
-        from executor_svc.gpu.kernel_cache import COMPILED
 
         self.takes("steps and graphs", step_bytes + BYTES_FOR_GRAPHS)
         since = time.time() - psutil.Process().create_time()

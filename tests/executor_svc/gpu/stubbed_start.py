@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu import device as gpu_device
-from executor_svc.gpu.kernel_cache import COMPILED
+from executor_svc.gpu.compiled.kernel_cache import COMPILED
 from executor_svc.startup import executors as startup_device
 from tests.helpers.executor.plans import ints, plan, scheduled, sequence
 

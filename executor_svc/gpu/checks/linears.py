@@ -32,7 +32,7 @@ def product_of(values: Mapping[str, Any], n: int, to: Callable[[Tensor], Tensor]
     x = values["x"][:n]
     found = []
     for _, first, last, part in _compared(values["linear"]):
-        weight, bias, order = _rows_of(part, first, last)
+        weight, bias, order = _rows_of(part, first, last, x.dtype)
         rows = x if order is None else x.index_select(1, order)
         found.append(reference.linear(to(rows), to(weight), None if bias is None else to(bias)))
     return found
@@ -67,10 +67,11 @@ def _compared(linear: object) -> Iterator[tuple[int, int, int, PackedRows | Dens
         begin += rows
 
 
-def _rows_of(part: PackedRows | Dense, first: int, last: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _rows_of(
+    part: PackedRows | Dense, first: int, last: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return rows of a weight, of its bias, and the order of columns that they multiply."""
     if isinstance(part, PackedRows):
-        dtype = torch.bfloat16 if part.bias is None else part.bias.dtype
         wide = torch.empty(last - first, part.weight.columns, dtype=dtype, device=part.added.device)
         widen(part.weight, first, wide)
         return wide, part.added[first:last], part.order

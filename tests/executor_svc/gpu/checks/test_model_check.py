@@ -11,6 +11,7 @@ from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.gpu import linear as gpu_linear
+from executor_svc.gpu import stored_linear
 from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
 from executor_svc.gpu.choices.store import CheckStore
 from executor_svc.gpu.choices.ways import KernelChecks, KernelError
@@ -22,6 +23,7 @@ from executor_svc.startup.speculation import load_speculative_model
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model, Tokens
 from tests.helpers.marks import short_and_long
+from tests.helpers.models.quantized_layouts import quantize_checkpoint
 
 HEADS = {"num_hidden_layers": 1, "head_dim": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -58,6 +60,24 @@ def test_operations_agree(name: str, tmp_path: Path) -> None:
     check = model_check(Model(folder, device="cuda", **{"dtype": "bfloat16"} | options), long=150)
     assert compare_models([check]).reasons == {}
     assert check.checks.num_compared > 25
+
+
+@pytest.mark.parametrize("layout", short_and_long(["gptq", "w4a16 with actorder", "fp8"], ["gptq"]))
+def test_weights_in_few_bits_agree_with_what_they_are_widened_to(
+    layout: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize_checkpoint(folder, layout, tmp_path / "few bits", tmp_path / "dense")
+    model = loaded(tmp_path / "few bits", dtype="float16", quantization="none")
+    check = model_check(model)
+    assert compare_models([check]).reasons == {}
+    expected = logits_of(model)
+    monkeypatch.setattr(stored_linear, "linear_few_bits", scaled(stored_linear.linear_few_bits, 3))
+    model = loaded(tmp_path / "few bits", dtype="float16", quantization="none")
+    check = model_check(model)
+    compare_models([check])
+    assert {each.partition(" ")[0] for each in check.checks.fallen} == {"linear"}
+    assert "GpuStoredLinear" in check.checks.fallen[0]
+    assert_same_tokens(logits_of(model), expected)
 
 
 def test_a_draft_model_is_compared_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ PARTS = {
     "part-b": "what is to be answered next, of all parts, in nine minutes; not among those that run without PART",
 }
 PART_B = "part-b"
-FEATURES = ("drafts", "heads", "adapters", "grammars", "failover")
+FEATURES = ("drafts", "heads", "adapters", "grammars", "failover", "starts")
 SECONDS, PART_B_SECONDS = 510.0, 540.0
 NUM_REQUESTS, NUM_PEER_REQUESTS = 1000, 200
 _NUM_TRIAL_REQUESTS, _NUM_TRIAL_PEER_REQUESTS = 6, 3

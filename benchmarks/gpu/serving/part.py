@@ -25,11 +25,13 @@ from benchmarks.gpu.serving.grammars import serve_grammars
 from benchmarks.gpu.serving.heads import serve_heads
 from benchmarks.gpu.serving.run import MIN_PEER_S, ROWS, Load, Run, serve_peer
 from benchmarks.gpu.serving.stages import equal_requests, make_requests, sample_of, serve_all
+from benchmarks.gpu.serving.starts import serve_starts
 from benchmarks.gpu.shapes import write_config
 
 _FEATURES = {
     "drafts": serve_drafts, "heads": serve_heads, "adapters": serve_adapters, "grammars": serve_grammars,
     "failover": serve_failover,
+    "starts": serve_starts,
 }  # fmt: skip
 _RATIO_GOAL = 4.0
 _FIRST_SHARE = 0.7

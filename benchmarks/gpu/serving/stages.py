@@ -32,6 +32,8 @@ from cadenza.v1.admin_pb2_grpc import ExecutorAdminServiceStub
 from cadenza_common.wire.transport import channel_options
 
 _MAX_TRACE_BYTES = 15 << 20
+_OF_REQUESTS = 1000
+"""Fewer requests fill no batch for long, and have no goal."""
 _TOKENS_PER_S = {LLAMA_8B.name: Goal("tokens_per_s", at_least=16000)}
 _IDLE = {LLAMA_8B.name: Goal("idle_percent", at_most=2), QWEN3_06B.name: Goal("idle_percent", at_most=10)}
 
@@ -48,7 +50,7 @@ def _goal(run: Run) -> Goal | None:
     if run.fp8 and run.shape is LLAMA_8B and sizes == {(_PUBLISHED_LENGTH, _PUBLISHED_LENGTH)}:
         found = (goal for gpu, goal in PUBLISHED.items() if gpu in str(about_gpu()["gpu"]))
         return next((Goal("tokens_per_s", at_least=goal) for goal in found), None)
-    return _TOKENS_PER_S.get(run.shape.name)
+    return _TOKENS_PER_S.get(run.shape.name) if len(run.load.requests) >= _OF_REQUESTS else None
 
 
 def serve_all(run: Run, model: Path, trial: bool, with_peer: bool, only_first: bool = False) -> Metrics:

@@ -99,13 +99,22 @@ class Fallbacks:
         values = bound(name, kernels, args, named)
         if self.way_of(label_of(name, values)) != TORCH:
             return method(*args, **named)
-        assert recording is not None, f"{name} has fallen back, and is possible in recordings only"
+        if recording is None:  # at once: the recording gives memory, and runs nothing
+            with kernels.passing(), kernels.recording():
+                result = method(*args, **named)
+            _compute(name, values, result, len(_first(result)))
+            return result
         first = len(recording.operations)
         result = method(*args, **named)
         del recording.operations[first:]
-        target = result[0] if isinstance(result, tuple) else result
-        kernels.run(target, partial(_compute, name, values, result))
+        kernels.run(_first(result), partial(_compute, name, values, result))
         return result
+
+
+def _first(result: Any) -> Tensor:
+    """Return the first of an operation's results."""
+    found: Tensor = result[0] if isinstance(result, tuple) else result
+    return found
 
 
 def _compute(name: str, values: Values, result: Any, n: int) -> None:

@@ -169,6 +169,10 @@ def test_pytorch_takes_the_place_of_a_kernel(
     assert any(each.startswith(line) for each in check.checks.fallen), check.checks.fallen
     assert {each.partition(" ")[0] for each in check.checks.fallen} == {line.partition(" ")[0]}
     assert model.device.kernels.name.startswith(f"{usual} other-"), "the fingerprint tells"
+    if function == "rms_norm":
+        x = torch.randn(3, 64).bfloat16()
+        at_once = model.device.kernels.rms_norm(x, torch.ones(64).bfloat16(), 1e-5)
+        assert (at_once - x / x.float().square().mean(-1, keepdim=True).sqrt()).abs().max() < 0.02
     assert_same_tokens(logits_of(model), expected)
 
 

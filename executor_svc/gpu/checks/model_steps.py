@@ -27,7 +27,7 @@ _MOST = 10
 """Tokens of a sequence after its prompt."""
 
 
-class Chunk(NamedTuple):
+class CheckedTokens(NamedTuple):
     """Tokens of a sequence that a step computes."""
 
     sequence: int
@@ -76,17 +76,17 @@ class ModelSteps:
         recorded = RecordedModel(model, device.kernels, pools, limits, *inputs, is_draft=draft_model is not None)
         return cls(model, recorded, limits, lengths)
 
-    def steps(self) -> list[tuple[str, list[Chunk]]]:
+    def steps(self) -> list[tuple[str, list[CheckedTokens]]]:
         """Return the steps in their order, each with a name."""
         long, short = self.lengths
         return [
-            ("a prompt", [Chunk(0, 0, long), Chunk(1, 0, short)]),
-            ("a long decode", [Chunk(0, long, 1)]),
-            ("a short decode", [Chunk(1, short, 1)]),
-            ("drafts", [Chunk(0, long + 1, 1 + _DRAFTS), Chunk(1, short + 1, 1 + _DRAFTS)]),
+            ("a prompt", [CheckedTokens(0, 0, long), CheckedTokens(1, 0, short)]),
+            ("a long decode", [CheckedTokens(0, long, 1)]),
+            ("a short decode", [CheckedTokens(1, short, 1)]),
+            ("drafts", [CheckedTokens(0, long + 1, 1 + _DRAFTS), CheckedTokens(1, short + 1, 1 + _DRAFTS)]),
         ]
 
-    def fill(self, chunks: Sequence[Chunk]) -> dict[str, int]:
+    def fill(self, chunks: Sequence[CheckedTokens]) -> dict[str, int]:
         """Set the inputs of a step; returns the number of rows of its operations by name."""
         recorded, limits = self.recorded, self.limits
         positions = torch.cat([torch.arange(each.context, each.context + each.num_tokens) for each in chunks])
@@ -133,7 +133,7 @@ class ModelSteps:
     def _pages_of(self, owners: Tensor) -> Tensor:
         return torch.stack([self._pages(0), self._pages(1)])[owners]
 
-    def _fill_states(self, chunks: Sequence[Chunk], starts: Tensor) -> None:
+    def _fill_states(self, chunks: Sequence[CheckedTokens], starts: Tensor) -> None:
         limits, plan = self.limits, self.recorded.state_plan
         assert plan is not None
         size, end = limits.pages_per_state, limits.num_device_blocks

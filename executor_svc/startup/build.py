@@ -55,15 +55,7 @@ def build_model(
     check_speculation(config, device.name)
     torch.set_num_threads(device.num_threads)
     report = StartReport(device)
-    with report.part("loading"):
-        loaded = load_model(config, device, adapter_sizes(config, device))
-        _log_model(loaded.geometry)
-        report.takes("weights", loaded.geometry.weight_bytes)
-        draft = load_speculative_model(config, device, loaded)
-        adapters = make_adapters(config, device, loaded)
-        report.takes("drafts and adapters", 0)
-    with report.part("comparing kernels"):
-        check_kernels(config, device, loaded, draft)
+    loaded, draft, adapters = _load(config, device, report)
     with report.part("largest steps"):
         step_bytes = _step_bytes(config, device, loaded, draft, adapters)
     pools = device.new_kv_cache(loaded.geometry, config, step_bytes, None if draft is None else draft.layers)
@@ -104,6 +96,22 @@ def build_model(
         shares_prefixes=loaded.shares_prefixes, grammar=engine, default_sampling=sampling_defaults(config),
     )  # fmt: skip
     return executor, replace(described, memory=tuple(report.memory))
+
+
+def _load(
+    config: ExecutorConfig, device: Device, report: StartReport
+) -> tuple[LoadedModel, Draft | None, ModelAdapterLoader | None]:
+    """Load all that has weights, and compare the kernels that compute with them."""
+    with report.part("loading"):
+        loaded = load_model(config, device, adapter_sizes(config, device))
+        _log_model(loaded.geometry)
+        report.takes("weights", loaded.geometry.weight_bytes)
+        draft = load_speculative_model(config, device, loaded)
+        adapters = make_adapters(config, device, loaded)
+        report.takes("drafts and adapters", 0)
+    with report.part("comparing kernels"):
+        check_kernels(config, device, loaded, draft)
+    return loaded, draft, adapters
 
 
 def _warm_up(executor: Executor, device: Device) -> None:

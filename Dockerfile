@@ -53,7 +53,8 @@ RUN pip wheel --quiet --no-deps --wheel-dir dist .
 FROM base AS runtime
 RUN groupadd --gid 10001 cadenza \
  && useradd --uid 10001 --gid 10001 --no-log-init --create-home --shell /usr/sbin/nologin cadenza \
- && install -d -o 10001 -g 10001 /home/cadenza/.cache /home/cadenza/.cache/huggingface
+ && install -d -o 10001 -g 10001 /home/cadenza/.cache /home/cadenza/.cache/huggingface \
+    /home/cadenza/.cache/cadenza /home/cadenza/.cache/cadenza/kernels
 ENV HOME=/home/cadenza
 WORKDIR /home/cadenza
 

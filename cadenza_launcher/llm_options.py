@@ -204,6 +204,11 @@ class LLMOptions(TypedDict, total=False):
     """Share of the device's memory for weights, steps and KV; default: 0.9 of a GPU's memory, 0.5 of the free memory on
     the CPU."""
 
+    kernel_cache: str | None
+    """Folder that keeps a GPU's compiled kernels and what the start found out about them, so that the next start on
+    such a GPU compiles and compares nothing; default: kernels in ~/.cache/cadenza, or below XDG_CACHE_HOME
+    (docs/gpu.md)."""
+
     max_model_len: int | None
     """executor: Maximum tokens of a sequence, prompt and output together; default: the model's own limit. scheduler:
     Maximum tokens of a sequence, prompt and output together; default: the executor's limit."""

@@ -156,6 +156,14 @@ class ExecutorConfig(SimulationOptions):
         "the free memory on the CPU.",
         json_schema_extra=about("Memory", "share"),
     )
+    kernel_cache: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder that keeps a GPU's compiled kernels and what the start found out about them, so that the "
+        "next start on such a GPU compiles and compares nothing; default: kernels in ~/.cache/cadenza, or below "
+        "XDG_CACHE_HOME (docs/gpu.md).",
+        json_schema_extra=about("Model"),
+    )
     max_model_len: int | None = Field(
         None,
         ge=1,

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         codes = [
             subprocess.run([sys.executable, "-m", "benchmarks.gpu", part, *arguments], cwd=ROOT, check=False).returncode
             for part in PARTS
+            if part != PART_B
         ]
         return int(any(codes))
     if options.trial and options.part == "kernels":
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         from benchmarks.gpu.tests_part import run
     elif options.part == "kernels":
         from benchmarks.gpu.kernels.part import run
+    elif options.part == PART_B:
+        from benchmarks.gpu.part_b import run
     else:
         from benchmarks.gpu.serving.part import run
     return run(options)
@@ -64,9 +67,11 @@ PARTS = {
     "tests": "the kernels' tests on compiled kernels; greedy tokens of both services beside transformers",
     "kernels": "kernels and whole steps beside references and the limits of the hardware",
     "serve": "both services under 1,000 requests at once, beside transformers' continuous batching",
+    "part-b": "what is to be answered next, of all parts, in nine minutes; not among those that run without PART",
 }
-FEATURES = ("drafts", "heads", "adapters", "grammars")
-SECONDS = 510.0
+PART_B = "part-b"
+FEATURES = ("drafts", "heads", "adapters", "grammars", "failover", "starts")
+SECONDS, PART_B_SECONDS = 510.0, 540.0
 NUM_REQUESTS, NUM_PEER_REQUESTS = 1000, 200
 _NUM_TRIAL_REQUESTS, _NUM_TRIAL_PEER_REQUESTS = 6, 3
 
@@ -81,11 +86,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
         names = {group.name: group.name for group in ORDER}
         options.groups = _chosen(parser, "--groups", options.groups, names)
+    if options.seconds is None:
+        options.seconds = PART_B_SECONDS if options.part == PART_B else SECONDS
     if options.trial:
         options.shapes = [TINY]
         options.requests, options.peer_requests = _NUM_TRIAL_REQUESTS, _NUM_TRIAL_PEER_REQUESTS
     options.features = _chosen(parser, "--features", options.features, {each: each for each in FEATURES})
-    options.no_peer |= options.fp8 or options.exact or bool(options.features)
+    options.no_peer |= options.fp8 or options.exact or options.only is not None or bool(options.features)
     return options
 
 
@@ -96,10 +103,11 @@ def _parser() -> argparse.ArgumentParser:
         description=f"Tests and benchmarks on a GPU. Parts:\n{parts}\nWithout PART all of them run, in this order.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("part", nargs="?", choices=list(PARTS), metavar="PART", help="tests, kernels or serve")
+    parser.add_argument("part", nargs="?", choices=list(PARTS), metavar="PART", help="tests, kernels, serve or part-b")
     parser.add_argument(
-        "--seconds", type=positive_number, default=SECONDS, help="time limit of each part (default %(default)s)"
-    )
+        "--seconds", type=positive_number,
+        help=f"time limit of each part (default {SECONDS:.0f}; of part-b {PART_B_SECONDS:.0f})",
+    )  # fmt: skip
     default = f"{LLAMA_8B.name},{QWEN3_06B.name}"
     parser.add_argument("--shapes", default=default, help="models for whole steps and serving (default %(default)s)")
     parser.add_argument("--out", type=Path, help="folder for all output; default: benchmarks/results for rows")
@@ -113,6 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("serve")
     group.add_argument("--requests", type=positive, default=NUM_REQUESTS, help="default %(default)s")
     group.add_argument("--peer-requests", type=positive, default=NUM_PEER_REQUESTS, help="default %(default)s")
+    group.add_argument(
+        "--equal", type=positive, metavar="TOKENS", help="all prompts and all outputs have so many, in place of lengths"
+    )
+    group.add_argument("--only", choices=("finished",), help="the first stage alone: all at once, finished results")
     group.add_argument("--no-peer", action="store_true", help="without transformers")
     group.add_argument("--fp8", action="store_true", help="linears, keys and values in fp8; without transformers")
     group.add_argument("--exact", action="store_true", help="with --numerics exact; without transformers")

@@ -17,6 +17,9 @@ from executor_svc.device.kernels import Embedding, Linear, TableEmbedding, Weigh
 from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
 from executor_svc.device.pool_sizes import chosen_pages, least_of, with_states
 from executor_svc.device.stored_linear import FewBits, QuantRows, StoredLinear
+from executor_svc.gpu.choices.store import CheckStore, about_device
+from executor_svc.gpu.choices.ways import KernelChecks
+from executor_svc.gpu.compiled.kernel_cache import use_kernel_cache
 from executor_svc.gpu.exact.linear import ExactLinear
 from executor_svc.gpu.exact.products import ExactProducts
 from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
@@ -29,7 +32,7 @@ from executor_svc.sampling.functions import BlockedFunctions, RowFunctions, Torc
 
 _log = logging.getLogger(__name__)
 
-_SHARE = 0.9
+MEMORY_SHARE = 0.9
 """Default share of the device's memory, without --gpu-memory-utilization."""
 BYTES_FOR_GRAPHS = 1 << 30
 """Memory left free for libraries and CUDA graphs."""
@@ -60,8 +63,12 @@ class GpuDevice:
     numerics: Numerics
     functions: RowFunctions
 
-    def __init__(self, config: ExecutorConfig) -> None:
-        """Raise DeviceError, naming the option, for options that this machine or version does not support."""
+    def __init__(self, config: ExecutorConfig, absent: tuple[int, int] | None = None) -> None:
+        """Raise DeviceError, naming the option, for options that this machine or version does not support.
+
+        absent: compute capability and multiprocessors of a GPU that is not here, for which kernels are compiled: all
+        tensors are the host's.
+        """
         for option, value, not_here in (
             ("--quantization", config.quantization, "int4"),
             ("--quantized-activations", config.quantized_activations, "int8"),
@@ -70,13 +77,15 @@ class GpuDevice:
         ):
             if value is not None and value == not_here:
                 raise DeviceError(f"{option} {value} is not possible on a GPU: it needs --device cpu")
-        self._interpreted = is_interpreted()
+        self._is_here = absent is None
+        self._interpreted = is_interpreted() or not self._is_here
         self.torch_device = torch.device("cpu" if self._interpreted else "cuda")
-        arch, num_sms = _HOPPER if self._interpreted else _properties(self.torch_device)
+        arch, num_sms = absent or (_HOPPER if self._interpreted else _properties(self.torch_device))
         if arch < _LEAST_ARCH:
             raise DeviceError(
                 f"--device cuda: this GPU has compute capability {arch // 10}.{arch % 10}, 8.0 is the least"
             )
+        self.choices = self._new_choices(config, arch)
         self._dtype_option, self._kv_option = config.dtype, config.kv_cache_dtype
         self.dtype = self.kv_dtype = self.matrix_dtype = torch.bfloat16
         self.num_threads = config.num_threads or cores()
@@ -93,6 +102,13 @@ class GpuDevice:
             self._attention = ExactAttention(self.torch_device, arch, num_sms)
         self._kernels = GpuStateKernels(self.torch_device, arch, num_sms, self._attention)
         self.few_bits = FewBits()
+
+    def _new_choices(self, config: ExecutorConfig, arch: int) -> KernelChecks:
+        """Return what compares kernels, with what earlier starts on such a device have found."""
+        if self._interpreted:
+            return KernelChecks(self.torch_device)
+        folder = use_kernel_cache(config.kernel_cache) / "checks"
+        return KernelChecks(self.torch_device, CheckStore(folder, about_device(self.torch_device, arch)))
 
     @property
     def kernels(self) -> GpuStateKernels:
@@ -183,7 +199,7 @@ class GpuDevice:
 
     def free_memory_bytes(self) -> int:
         if self._interpreted:
-            return 1 << 30
+            return 1 << 30 if self._is_here else int(psutil.virtual_memory().available)
         # Memory in PyTorch's cache is available too.
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + kept
@@ -211,9 +227,10 @@ class GpuDevice:
             useful = layout.useful_blocks(config.max_num_seqs, geometry.max_model_len, config.max_num_batched_tokens)
             blocks = min(max(0, self._bytes_for_kv(config, beside)) // size, useful)
             if blocks < layout.least_blocks:
+                share = config.gpu_memory_utilization or MEMORY_SHARE
                 raise DeviceError(
-                    f"not {least_of(layout)} fits into what --gpu-memory-utilization "
-                    f"{config.gpu_memory_utilization or _SHARE} leaves of the GPU's memory after weights and steps"
+                    f"not {least_of(layout)} fits into what --gpu-memory-utilization {share} leaves of the GPU's "
+                    "memory after weights and steps"
                 )
             pages = blocks * layout.num_tables
         elif pages * page + beside > self.free_memory_bytes():
@@ -238,7 +255,7 @@ class GpuDevice:
         free = self.free_memory_bytes()
         total = free if self._interpreted else torch.cuda.mem_get_info(self.torch_device)[1]
         left = 0 if self._interpreted else BYTES_FOR_GRAPHS
-        return int((config.gpu_memory_utilization or _SHARE) * total) - (total - free) - left - beside
+        return int((config.gpu_memory_utilization or MEMORY_SHARE) * total) - (total - free) - left - beside
 
     def probe_numerics(self, max_rows: int) -> None:
         """Compare products in exact mode, on a GPU: numpy, by which the interpreter multiplies, says nothing of one."""

@@ -125,9 +125,9 @@ class StackedExperts:
         if any([_kind(part) for part in each] != [_kind(part) for part in parts[0]] for each in parts):
             raise ValueError("the experts of a layer differ in shape or format")
         self.in_features, self.out_features = linears[0].linear.in_features, linears[0].linear.out_features
-        self._parts = [_stacked([each[place] for each in parts]) for place in range(len(parts[0]))]
-        self.has_orders = any(isinstance(part, FewBitsExperts) and part.orders is not None for part in self._parts)
-        self.narrow_rows = any(isinstance(part, DenseExperts) and part.narrow_rows for part in self._parts)
+        self.parts = [_stacked([each[place] for each in parts]) for place in range(len(parts[0]))]
+        self.has_orders = any(isinstance(part, FewBitsExperts) and part.orders is not None for part in self.parts)
+        self.narrow_rows = any(isinstance(part, DenseExperts) and part.narrow_rows for part in self.parts)
 
     def multiply(
         self, x: Tensor, out: Tensor, blocks: RowBlocks, narrow: Tensor, scales: Tensor, ordered: Tensor
@@ -137,7 +137,7 @@ class StackedExperts:
         narrow, scales: if `narrow_rows`, memory for x in fp8 and its scales. ordered: if `has_orders`, memory for x.
         """
         first = 0
-        for part in self._parts:
+        for part in self.parts:
             part.multiply(x, out[:, first : first + part.rows], blocks, narrow, scales, ordered)
             first += part.rows
 

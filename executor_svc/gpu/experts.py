@@ -65,22 +65,7 @@ class GpuExpertLinear:
         self._kernels = kernels
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
-        assert isinstance(routes, GpuRoutes)
-        experts, kernels, rows = self._experts, self._kernels, len(x)
-        y = kernels.new(f"experts {experts.out_features}", (rows, experts.out_features), x.dtype)
-        narrow = scales = ordered = x
-        if experts.has_orders:
-            ordered = kernels.new("ordered rows", tuple(x.shape), x.dtype)
-        if experts.narrow_rows:
-            narrow = kernels.new("narrow rows", (rows, experts.in_features), torch.float8_e4m3fn)
-            scales = kernels.new("scales of narrow rows", (rows,), torch.float32)
-
-        def multiply(n: int) -> None:
-            blocks = routes.blocks_of(n // routes.num_chosen)
-            experts.multiply(x[:n], y[:n], blocks, narrow[:n], scales[:n], ordered[:n])
-
-        with kernels.routed(routes):
-            return kernels.run(y, multiply)
+        return self._kernels.multiply_routed(self._experts, x, routes)
 
 
 class GpuExpertKernels(GpuKernels):
@@ -159,6 +144,25 @@ class GpuExpertKernels(GpuKernels):
 
     def expert_linear(self, linears: Sequence[Linear]) -> GpuExpertLinear:
         return GpuExpertLinear(StackedExperts([_prepared(each) for each in linears]), self)
+
+    def multiply_routed(self, experts: StackedExperts, x: Tensor, routes: Routes) -> Tensor:
+        """As of `ExpertLinear`: return the rows of x [T * K, in_features] times the weights of their experts."""
+        assert isinstance(routes, GpuRoutes)
+        rows, num_chosen = len(x), routes.num_chosen
+        y = self.new(f"experts {experts.out_features}", (rows, experts.out_features), x.dtype)
+        narrow = scales = ordered = x
+        if experts.has_orders:
+            ordered = self.new("ordered rows", tuple(x.shape), x.dtype)
+        if experts.narrow_rows:
+            narrow = self.new("narrow rows", (rows, experts.in_features), torch.float8_e4m3fn)
+            scales = self.new("scales of narrow rows", (rows,), torch.float32)
+
+        def multiply(n: int) -> None:
+            blocks = routes.blocks_of(n // num_chosen)
+            experts.multiply(x[:n], y[:n], blocks, narrow[:n], scales[:n], ordered[:n])
+
+        with self.routed(routes):
+            return self.run(y, multiply)
 
     def combine(
         self, rows: Tensor, routes: Routes, router: Router, beside: Tensor | None = None, gate: Tensor | None = None

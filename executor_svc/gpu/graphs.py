@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -99,9 +99,14 @@ class Replayer(Protocol):
 class DirectReplayer:
     """Launches steps each time: for devices without graphs, such as Triton's interpreter."""
 
+    runs_at_once: ClassVar[bool] = False
+    """Whether each step is run once when it is made, the largest first, as a capture does: to compile kernels."""
+
     def __init__(self, sizes: Sequence[StepSizes], step: Callable[[StepSizes], None]) -> None:
         """step: enqueues the step of one of these sizes."""
         self._step = step
+        for each in sorted(sizes, key=lambda size: size.num_tokens, reverse=True) if self.runs_at_once else ():
+            step(each)
 
     def replay(self, sizes: StepSizes) -> None:
         self._step(sizes)

@@ -22,13 +22,13 @@ class GpuHeadLinear:
     def __init__(self, weight: Tensor, exact: bool) -> None:
         """weight: [H, out_features, in_features]"""
         self.num_heads, self.out_features, self.in_features = weight.shape
-        self._weight, self._exact = weight.contiguous(), exact
-        self._turned = self._weight.transpose(1, 2)
+        self.weight, self._exact = weight.contiguous(), exact
+        self._turned = self.weight.transpose(1, 2)
 
     def into(self, x: Tensor, out: Tensor) -> None:
         """Write [T, H, out_features] for x [T, H, in_features]; both may be columns of wider rows."""
         if self._exact:
-            exact_product_of_heads(x, self._weight, out)
+            exact_product_of_heads(x, self.weight, out)
         else:
             torch.bmm(x.transpose(0, 1), self._turned, out=out.transpose(0, 1))
 

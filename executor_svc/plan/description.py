@@ -80,6 +80,17 @@ class Fingerprint:
     their formats and whether activations are quantized."""
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """What a part of an executor takes of its device's memory, in bytes."""
+
+    name: str
+    computed: int
+    """Before it was made."""
+    measured: int
+    """What the device reported after it was made, less what it had reported before."""
+
+
 class ModelFacts(Protocol):
     """The described properties of a model: a `loading.LoadedModel` or a simulated model."""
 
@@ -145,6 +156,8 @@ class Description:
     """Whether the KV of a token depends only on it and the tokens before it, so that sequences can share prefixes."""
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """Fields of SamplingParams that the model's files suggest."""
+    memory: tuple[MemoryPart, ...] = ()
+    """Of a GPU, part by part; of a CPU none."""
 
 
 def max_drafts_of(config: ExecutorConfig) -> int:

@@ -55,6 +55,11 @@ DEFINITIONS = (
     Definition("cadenza_executor_kv_blocks", "gauge", "blocks", "KV blocks by tier.", ("tier",)),
     Definition("cadenza_executor_kv_bytes", "gauge", "bytes", "Memory of the KV blocks by tier.", ("tier",)),
     Definition("cadenza_executor_weight_bytes", "gauge", "bytes", "Memory of the weights."),
+    Definition(
+        "cadenza_executor_gpu_memory_bytes", "gauge", "bytes",
+        "Memory of a GPU by part (weights, drafts and adapters, KV blocks, steps and graphs), computed before it was "
+        "taken and measured after.", ("part", "kind"),
+    ),
     Definition("cadenza_executor_resident_bytes", "gauge", "bytes", "Resident memory of the process."),
     *LISTENER_DEFINITIONS,
     *LOOP_DEFINITIONS,
@@ -130,3 +135,6 @@ def _add_description(result: Scrape, description: Description) -> None:
         result.add("cadenza_executor_kv_blocks", count, tier)
         result.add("cadenza_executor_kv_bytes", count * description.bytes_per_block, tier)
     result.add("cadenza_executor_weight_bytes", geometry.weight_bytes)
+    for part in description.memory:
+        result.add("cadenza_executor_gpu_memory_bytes", part.computed, part.name, "computed")
+        result.add("cadenza_executor_gpu_memory_bytes", part.measured, part.name, "measured")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.adapters import adapter_sizes, held_on_cpu, make_adapters, with_adapters
 from executor_svc.startup.executors import make_device, make_executor, run_trial
 from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.startup.gpu_report import StartReport, check_kernels
 from executor_svc.startup.grammars import find_grammars, with_grammars
 from executor_svc.startup.speculation import (
     Draft,
@@ -52,12 +54,12 @@ def build_model(
     config = config.sized_for(device.name)
     check_speculation(config, device.name)
     torch.set_num_threads(device.num_threads)
-    loaded = load_model(config, device, adapter_sizes(config, device))
-    _log_model(loaded.geometry)
-    draft = load_speculative_model(config, device, loaded)
-    adapters = make_adapters(config, device, loaded)
-    step_bytes = _step_bytes(config, device, loaded, draft, adapters)
+    report = StartReport(device)
+    loaded, draft, adapters = _load(config, device, report)
+    with report.part("largest steps"):
+        step_bytes = _step_bytes(config, device, loaded, draft, adapters)
     pools = device.new_kv_cache(loaded.geometry, config, step_bytes, None if draft is None else draft.layers)
+    report.takes("KV blocks", pools.num_device_blocks * pools.bytes_per_block)
     found = find_grammars(loaded)
     engine = None if found is None else found.engine
     prints = fingerprint(loaded, device, pools, engine)
@@ -66,31 +68,50 @@ def build_model(
     grammars = None if found is None else found.of_slots(limits, device.name)
     _log_device(device, prints.mode, limits, pools)
     _log.info("loaded in %.1f s; fingerprint %s", time.monotonic() - began, prints.digest.hex()[:16])
-    executor = make_executor(
-        loaded,
-        device,
-        pools,
-        limits,
-        enforce_eager=config.enforce_eager,
-        inject=config.inject,
-        state_layers=state_layers_of(draft),
-        drafts=lambda runner: (
-            drafts
-            or with_grammars(
-                make_draft_source(config, limits, draft, device, pools, runner),
-                grammars,
-                on_device=device.name != "cpu" and loaded.recordable,
-            )
-        ),
-        draft_model=model_on_gpu(draft, device),
-        adapters=adapters,
-        grammars=grammars,
-    )
-    _warm_up(executor, device)
-    return executor, describe(
+    with report.part("graphs and steps of each kind"):
+        executor = make_executor(
+            loaded,
+            device,
+            pools,
+            limits,
+            enforce_eager=config.enforce_eager,
+            inject=config.inject,
+            state_layers=state_layers_of(draft),
+            drafts=lambda runner: (
+                drafts
+                or with_grammars(
+                    make_draft_source(config, limits, draft, device, pools, runner),
+                    grammars,
+                    on_device=device.name != "cpu" and loaded.recordable,
+                )
+            ),
+            draft_model=model_on_gpu(draft, device),
+            adapters=adapters,
+            grammars=grammars,
+        )
+        _warm_up(executor, device)
+    report.ends(config, step_bytes)
+    described = describe(
         loaded, limits, pools, prints, device.name,
         shares_prefixes=loaded.shares_prefixes, grammar=engine, default_sampling=sampling_defaults(config),
     )  # fmt: skip
+    return executor, replace(described, memory=tuple(report.memory))
+
+
+def _load(
+    config: ExecutorConfig, device: Device, report: StartReport
+) -> tuple[LoadedModel, Draft | None, ModelAdapterLoader | None]:
+    """Load all that has weights, and compare the kernels that compute with them."""
+    with report.part("loading"):
+        loaded = load_model(config, device, adapter_sizes(config, device))
+        _log_model(loaded.geometry)
+        report.takes("weights", loaded.geometry.weight_bytes)
+        draft = load_speculative_model(config, device, loaded)
+        adapters = make_adapters(config, device, loaded)
+        report.takes("drafts and adapters", 0)
+    with report.part("comparing kernels"):
+        check_kernels(config, device, loaded, draft)
+    return loaded, draft, adapters
 
 
 def _warm_up(executor: Executor, device: Device) -> None:

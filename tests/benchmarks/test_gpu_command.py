@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.common.rows import RESULTS, ROOT
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import offline
+from benchmarks.gpu import offline, part_b
 from benchmarks.gpu import tests_part as part
-from benchmarks.gpu.__main__ import PARTS, parse
+from benchmarks.gpu.__main__ import PART_B, PARTS, parse
 from benchmarks.gpu.environment import Output
 from benchmarks.gpu.kernels.part import groups_of
 
@@ -43,7 +43,7 @@ def test_without_a_part_each_runs_in_its_own_process(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(command.subprocess, "run", start)
     assert command.main(["--trial", "--seconds", "30"]) == 1
-    assert started == [["benchmarks.gpu", name, "--trial", "--seconds", "30"] for name in PARTS]
+    assert started == [["benchmarks.gpu", name, "--trial", "--seconds", "30"] for name in PARTS if name != PART_B]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,30 @@ def test_groups_follow_from_options() -> None:
 
     assert names("--groups", "linears") == ["ceilings", "linears"]
     assert set(names()) - set(names("--shapes", "qwen3-0.6b")) == {"steps-8b", "steps-8b-exact"}
+
+
+def test_part_b_takes_nine_minutes_at_most(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each step is a run that the command knows, with a limit; what has no time is named, and a failure fails all."""
+    options, started = parse(["part-b"]), list[list[str]]()
+    assert options.seconds == 540
+    assert sum(step.seconds for step in part_b.STEPS) <= 540
+
+    def start(arguments: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert arguments[1:3] == ["-m", "benchmarks.gpu"]
+        started.append(arguments[3:])
+        assert parse(arguments[3:]).seconds == part_b.STEPS[len(started) - 1].seconds
+        return subprocess.CompletedProcess(arguments, int("grammars" in arguments))
+
+    monkeypatch.setattr(part_b.subprocess, "run", start)
+    assert part_b.run(options) == 1
+    assert len(started) == len(part_b.STEPS)
+    assert "failed: 64 requests with structured output" in capsys.readouterr().out
+    named = [path for path in started[0] if path.startswith("tests/")]
+    assert len(named) > 4
+    assert all((ROOT / path).exists() for path in named)
+    assert part_b.run(parse(["part-b", "--seconds", "10"])) == 0
+    assert f"left out, 10 s are left: {part_b.STEPS[-1].question}" in capsys.readouterr().out
+    assert len(started) == len(part_b.STEPS), "none more"
 
 
 def test_rows_of_a_trial_stay_out_of_the_results(tmp_path: Path) -> None:

@@ -320,6 +320,7 @@ def child(*arguments: str, packages: tuple[Path, ...] = ()) -> list[dict[str, An
         pytest.param("few-bits", "speedup", marks=pytest.mark.long),
         pytest.param("lora", "overhead_percent", marks=pytest.mark.long),
         pytest.param("experts", "us", marks=pytest.mark.long),
+        pytest.param("swaps", "percent_of_link", marks=pytest.mark.long),
         ("exact-products", "equal_percent"),
         pytest.param("exact-cublaslt", "us", marks=pytest.mark.long),
         pytest.param("exact-attention", "ratio", marks=pytest.mark.long),

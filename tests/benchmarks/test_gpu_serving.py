@@ -201,7 +201,37 @@ def test_adapters_and_grammars_run_beside_none(tmp_path: Path) -> None:
     assert all(row["medians"] for row in rows)
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_executor_that_is_killed_loses_no_token(tmp_path: Path) -> None:
+    assert part.run(parse(["serve", "--trial", "--exact", "--features", "failover", "--out", str(tmp_path)])) == 0
+    rows = [json.loads(line) for line in (tmp_path / "gpu_serving.jsonl").read_text().splitlines()]
+    assert [row["params"]["case"] for row in rows] == [
+        "SIGKILL of the executor, exact", "tokens after SIGKILL, exact"
+    ]  # fmt: skip
+    waits, tokens = (row["medians"] for row in rows)
+    assert waits["tokens"] == 3 * 64
+    assert waits["longest_wait_s"] > 1, "a process was started meanwhile"
+    assert tokens == {"different_tokens": 0}
+
+
+def test_published_goals_are_for_their_own_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "about_gpu", lambda: {"gpu": "NVIDIA H200"})
+    options = parse(["serve", "--fp8", "--equal", "1000", "--requests", "3"])
+    load = part.make_load(options, LLAMA_8B.vocab_size)
+    assert {(len(each.prompt), each.output_len) for each in load.requests} == {(1000, 1000)}
+    output = Output.of("serve", tmp_path, trial=True)
+    run = Run(LLAMA_8B, load, "cuda", 0.0, output, fp8=True)
+    assert stages._goal(run) == Goal("tokens_per_s", at_least=17744)
+    assert stages._goal(replace(run, fp8=False)) is None, "too few requests for a goal"
+    many = replace(load, requests=[*load.requests] * 400)
+    assert stages._goal(replace(run, fp8=False, load=many)) == Goal("tokens_per_s", at_least=16000)
+
+
 def test_a_feature_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["serve", "--features", "beams"])
-    assert "--features: there is no 'beams'; there are drafts, heads, adapters, grammars" in capsys.readouterr().err
+    assert (
+        "--features: there is no 'beams'; there are drafts, heads, adapters, grammars, failover"
+        in capsys.readouterr().err
+    )

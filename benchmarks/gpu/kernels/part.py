@@ -29,6 +29,7 @@ from benchmarks.gpu.kernels import (
     lora,
     recurrences,
     steps,
+    swaps,
 )
 from benchmarks.gpu.kernels.ceilings import GROUP as CEILINGS
 from benchmarks.gpu.kernels.ceilings import ceilings_of
@@ -180,6 +181,7 @@ ORDER: tuple[Group, ...] = (
     linears.FEW_BITS,
     experts.GROUP,
     lora.GROUP,
+    swaps.GROUP,
     attention.BLOCKS,
     attention_tuning.TUNE_PREFILL,
     attention_tuning.TUNE_DECODE,

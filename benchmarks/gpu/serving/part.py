@@ -20,14 +20,18 @@ from benchmarks.gpu.kernels.ceilings import GROUP as CEILINGS
 from benchmarks.gpu.kernels.ceilings import ceilings_of
 from benchmarks.gpu.kernels.part import measure
 from benchmarks.gpu.serving.adapters import serve_adapters, serve_drafts
+from benchmarks.gpu.serving.failover import serve_failover
 from benchmarks.gpu.serving.grammars import serve_grammars
 from benchmarks.gpu.serving.heads import serve_heads
 from benchmarks.gpu.serving.run import MIN_PEER_S, ROWS, Load, Run, serve_peer
 from benchmarks.gpu.serving.stages import equal_requests, make_requests, sample_of, serve_all
+from benchmarks.gpu.serving.starts import serve_starts
 from benchmarks.gpu.shapes import write_config
 
 _FEATURES = {
     "drafts": serve_drafts, "heads": serve_heads, "adapters": serve_adapters, "grammars": serve_grammars,
+    "failover": serve_failover,
+    "starts": serve_starts,
 }  # fmt: skip
 _RATIO_GOAL = 4.0
 _FIRST_SHARE = 0.7
@@ -39,6 +43,9 @@ def make_load(options: argparse.Namespace, vocab_size: int) -> Load:
     """The requests of a run; the same for the same seed and vocabulary."""
     lengths = {"shortest": 4, "longest": 12} if options.trial else {}
     requests = make_requests(options.requests, SEED, vocab_size, **lengths)
+    if options.equal is not None:
+        size = 8 if options.trial else options.equal
+        requests = equal_requests(options.requests, size, size, SEED, vocab_size)
     count, length, output_len = (4, 8, 400) if options.trial else (256, 64, 600)
     decodes = equal_requests(count, length, output_len, SEED, vocab_size)
     warm_up = [replace(each, output_len=min(each.output_len, 16)) for each in requests[:64]]
@@ -54,7 +61,7 @@ def serve_shape(run: Run, options: argparse.Namespace) -> None:
                 for name in options.features:
                     _FEATURES[name](run, model, options.trial)
                 return
-            ours = serve_all(run, model, options.trial, not options.no_peer)
+            ours = serve_all(run, model, options.trial, not options.no_peer, only_first=options.only is not None)
         except BenchmarkError as error:
             run.add(Outcome(run.shape.name, "services", {"shape": run.shape.name}, error=one_line(error)))
         if options.no_peer:

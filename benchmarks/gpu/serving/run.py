@@ -95,7 +95,7 @@ class Run:
         """Options of the services."""
         on_gpu = self.device == "cuda"
         longest = max(len(each.prompt) + each.output_len for each in (*self.load.requests, *self.load.decodes))
-        in_fp8 = {"quantization": "fp8_w8a8", "kv_cache_dtype": "fp8"} if self.fp8 else {}
+        in_fp8 = {"quantization": "fp8_w8a8", "kv_cache_dtype": "fp8"} if self.fp8 and on_gpu else {}
         return {
             **in_fp8,
             "device": self.device,

@@ -88,9 +88,16 @@ class GpuKernels:
             self.name = f"{self.name} exact-1"
         self._arch = arch
         self._num_sms = num_sms
+        self.tiles_of: Callable[[AttentionShape], int] = lambda _: arch
+        """Says the compute capability whose tiles attention of a shape has; other than the device's, if need be."""
         self._recording: GpuRecording | None = None
         self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
         self._num_places = 0
+
+    @property
+    def arch(self) -> int:
+        """The compute capability of the device, such as 90."""
+        return self._arch
 
     @contextmanager
     def recording(self) -> Iterator[GpuRecording]:
@@ -99,6 +106,20 @@ class GpuKernels:
             yield self._recording
         finally:
             self._recording = None
+
+    @property
+    def current_recording(self) -> GpuRecording | None:
+        """The recording in progress; None: operations run at once."""
+        return self._recording
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Forget, at the end, the memory of results that were recorded inside."""
+        before = dict(self._buffers)
+        try:
+            yield
+        finally:
+            self._buffers = before
 
     def padded_head_size(self, head_size: int) -> int:
         """Round up to a head size of the attention kernels; raises StartError above the largest."""
@@ -116,7 +137,7 @@ class GpuKernels:
         num_tables: int = 1,
     ) -> GpuAttentionPlan:
         sizes = max_model_len, max_tokens, max_tokens if max_seqs is None else max_seqs
-        where = self._device, self._arch, self._num_sms
+        where = self._device, self.tiles_of(shape), self._num_sms
         if self.exact is None:
             return GpuAttentionPlan(shape, *sizes, *where, num_tables)
         return ExactAttentionPlan(shape, *sizes, *where, num_tables, wide=self.exact.may_be_wide(shape))

@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu import device as gpu_device
+from executor_svc.gpu.compiled.kernel_cache import COMPILED
 from executor_svc.startup import executors as startup_device
 from tests.helpers.executor.plans import ints, plan, scheduled, sequence
 
@@ -72,8 +74,10 @@ def main(stub_folder: str, checkpoint: str, speculative: str) -> None:
         patch.setattr(startup_device, "is_interpreted", lambda: True)
         patch.setattr(gpu_device, "is_interpreted", lambda: True)
         compiled = noted_compiles(patch)
+        COMPILED.listen()
+        began = time.monotonic()
         executor = started(Path(checkpoint), patch, speculative=speculative, **OPTIONS)
-        num_at_start = len(compiled)
+        num_at_start, start_s = len(compiled), time.monotonic() - began
         drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
         other = SequenceSampling(min_tokens=3, stop_token_ids=ints(4), num_prompt_logprobs=1)
         size, strips = executor.limits.pages_per_state, executor.limits.num_tables
@@ -95,6 +99,10 @@ def main(stub_folder: str, checkpoint: str, speculative: str) -> None:
         "compiled_by_steps": compiled[num_at_start:],
         "launches": [after - before for before, after in itertools.pairwise(launches)],
         "num_descriptors": stub.stub_descriptors(),
+        "compiled_anew": COMPILED.num_compiled,
+        "from_cache": COMPILED.num_cached,
+        "compile_s": round(COMPILED.seconds, 1),
+        "start_s": round(start_s, 1),
     }
     print(json.dumps(seen))
 

@@ -49,6 +49,14 @@ def stub(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def run(module: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A module of this repository, in a process of its own."""
+    command = [sys.executable, "-m", module, *arguments]
+    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
 OF_EXPERTS = {"choose_kernel", "sum_kernel", "place_kernel", "_linear_of_experts", "_combine"}
 
 
@@ -77,12 +85,19 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(
         "CC": str(stub / "cc"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
     }
-    command = [sys.executable, "-m", "tests.executor_svc.gpu.stubbed_start", str(stub), str(folder)]
-    command.append("mtp" if kernels is OF_HEADS else "ngram")
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    speculative = "mtp" if kernels is OF_HEADS else "ngram"
+    ahead = family == "llama"
+    if ahead:
+        options = {**OPTIONS, "model": folder, "speculative": speculative}
+        del options["num_gpu_blocks"]
+        arguments = [each for name, value in options.items() for each in (f"--{name.replace('_', '-')}", str(value))]
+        run("executor_svc.startup.compile_ahead", "--arch", "90", "--into", str(tmp_path), *arguments, env=environment)
+        environment["TRITON_CACHE_DIR"] = str(tmp_path / "triton")
+    ended = run("tests.executor_svc.gpu.stubbed_start", str(stub), str(folder), speculative, env=environment)
     seen = json.loads(ended.stdout.splitlines()[-1])
     assert seen["compiled_by_steps"] == []
+    assert (seen["compiled_anew"] == 0) == ahead, "what was compiled ahead is what is launched"
+    assert seen["from_cache"] + seen["compiled_anew"] > 30
     of_all = {"attention_kernel", "split_kernel", "_build_step", "_commit", "_lay_out"}
     of_all |= set() if kernels is OF_HEADS else {"_draft_ngrams"}
     assert of_all | kernels <= {name.rpartition(".")[2] for name in seen["compiled"]}

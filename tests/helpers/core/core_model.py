@@ -62,10 +62,12 @@ class Rig:
         speculative: str | None = None,
         adapters: Mapping[int, Path] | None = None,
         ranks: RankThreads | None = None,
+        grammar_engine: bytes = b"",
     ) -> None:
         """drafts: a source without a model; draft_model: a source with one. speculative: the source of this option.
 
         adapters: folders by index, for a model that has places. ranks: of which `model` is the first one's part.
+        grammar_engine: what makes masks of the executor, if anything does.
         """
         self._config, geometry = _config(model, setting), model.loaded.geometry
         self.setting = setting
@@ -79,7 +81,7 @@ class Rig:
         limits = limits_of(self._config, geometry, self.pools)
         self._limits = replace(limits, max_drafts=setting.max_drafts, **loras)
         self.core = Scheduler(policies_from_options(SchedulerConfig(**setting.options)))
-        self.core.add_executor(0, _spec(self._limits))
+        self.core.add_executor(0, replace(_spec(self._limits), grammar_engine=grammar_engine))
         places = model.loaded.adapters
         self.adapters = None
         if adapters:

@@ -82,6 +82,11 @@ class GpuAttentionPlan:
         self._num_seqs, self.num_tiles = num_seqs, num_tokens
         self._max_query_len, self._max_seq_len = max_query_len, max_seq_len
 
+    def step(self, table: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the step's query_start_loc, seq_lens and one of its block tables, on the device."""
+        seqs = self._num_seqs
+        return self._starts[: seqs + 1], self._lens[:seqs], self._tables[:seqs, table]
+
     def scales(self, kv_layer: Tensor, given: KVScales | None = None) -> KVScales | None:
         """Return the scales of keys and values: the given ones, or 1 for a cache in fp8 without scales."""
         unscaled = kv_layer.dtype == torch.float8_e4m3fn and given is None
@@ -97,13 +102,11 @@ class GpuAttentionPlan:
         table: int = 0,
     ) -> None:
         """Enqueue attention of q [T, H, D] over the sequences of the step, by one of their tables; out: [T, H * D]."""
-        shape, seqs, scales = self._shape, self._num_seqs, self.scales(kv_layer, given)
+        shape, scales = self._shape, self.scales(kv_layer, given)
         call = AttentionCall(
             q,
             kv_layer,
-            self._starts[: seqs + 1],
-            self._lens[:seqs],
-            self._tables[:seqs, table],
+            *self.step(table),
             out,
             shape.scale,
             self._max_query_len,

@@ -7,6 +7,7 @@ order of columns (`ordered_products`), so that what may differ is what the kerne
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.core.core_chats import Outcome, Setting
-from tests.helpers.core.gpu_rig import GpuRig, short_load, shortest_load
+from tests.helpers.core.gpu_rig import GpuRig, constrained_load, short_load, shortest_load
 from tests.helpers.executor.known_drafts import KnownDrafts
 
 pytestmark = pytest.mark.slow
@@ -36,11 +37,9 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def llama(folder: Path, numerics: str) -> Model:
-    make_checkpoint(
-        folder, "llama", vocab_size=131, num_hidden_layers=1, head_dim=64, hidden_size=64, intermediate_size=96,
-        dtype=torch.bfloat16,
-    )  # fmt: skip
+def llama(folder: Path, numerics: str, **options: Any) -> Model:
+    sizes = {"num_hidden_layers": 1, "head_dim": 64, "hidden_size": 64, "intermediate_size": 96}
+    make_checkpoint(folder, "llama", **{"vocab_size": 131, "dtype": torch.bfloat16, **sizes} | options)
     return Model(folder, device="cuda", numerics=numerics, dtype="bfloat16")
 
 
@@ -57,9 +56,9 @@ def test_requests_get_what_they_get_alone(
     tmp_path: Path, ordered_products: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no product is PyTorch's, which would be cuBLAS's."""
+    model = llama(tmp_path, "exact")  # first: transformers' own import needs them
     for owner, name in ((torch, "mm"), (torch, "addmm"), (torch, "bmm"), (torch, "_scaled_mm"), (functional, "linear")):
         monkeypatch.delattr(owner, name)
-    model = llama(tmp_path, "exact")
     expected = GpuRig(model, ALONE).run(short_load())
     for name, setting in SETTINGS.items():
         rig = GpuRig(model, setting, known_drafts(expected) if setting.max_drafts else None)
@@ -67,6 +66,38 @@ def test_requests_get_what_they_get_alone(
         for key, alone in expected.items():
             assert found[key] == alone, (name, key)
         assert setting.happens <= (+rig.happened).keys(), (name, rig.happened)
+
+
+LATE = {"together": 3, "failover": 2}
+"""In these settings the masks of one row in so many with a grammar are late."""
+
+
+def test_requests_with_grammars_get_what_they_get_alone(tmp_path: Path, ordered_products: None) -> None:
+    """In all settings, also where masks are late, and beside requests that have none."""
+    model = llama(tmp_path, "exact", vocab_size=300, tokenizer=True)
+    alone = GpuRig(model, ALONE, with_grammars=True)
+    load = constrained_load(alone.grammar_engine)
+    expected = alone.run(load)
+    assert_follow(expected)
+    texts = [(each.spec.prompt_token_ids, expected[each.spec.request_id, 0].token_ids) for each in load]
+    for name, setting in SETTINGS.items():
+        drafts = KnownDrafts(texts, 300, acceptance=0.8) if setting.max_drafts else None
+        rig = GpuRig(model, setting, drafts, with_grammars=True, late_every=LATE.get(name, 0))
+        found = rig.run(load)
+        for key, each in expected.items():
+            assert found[key] == each, (name, key)
+        assert rig.num_late > 0 or name not in LATE, name
+
+
+def assert_follow(outcome: Outcome) -> None:
+    """All letters are a or b, all numbers digits; the free request has neither alone."""
+    first = ord("!") - 5
+    texts = {key: "".join(chr(first + each) for each in told.token_ids) for key, told in outcome.items()}
+    assert set(texts["letters", 0]) <= {"a", "b"}
+    for key in (("number", 0), ("two", 0), ("two", 1)):
+        assert texts[key].removeprefix("-").isdigit(), texts
+    assert not set(texts["free", 0]) <= {*"ab0123456789-"}
+    assert {len(each) for each in texts.values()} == {5}
 
 
 def test_in_fast_mode_they_do_not(tmp_path: Path, ordered_products: None) -> None:

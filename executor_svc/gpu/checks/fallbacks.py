@@ -1,0 +1,191 @@
+"""What is computed where a kernel is not right on the GPU at hand: attention by other tiles, the rest by PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor_svc.device.kernels import AttentionShape
+from executor_svc.gpu.checks.linears import dense_rows
+from executor_svc.gpu.checks.meanings import Values, heads_of
+from executor_svc.gpu.checks.operations import MEANINGS, RecordedCall, bound, label_of, shape_text
+from executor_svc.gpu.choices.ways import KernelError
+from executor_svc.gpu.exact.linear import ExactLinear
+from executor_svc.gpu.kernels.few_bits.widening import rows_at_once, widen
+from executor_svc.gpu.linear import Fp8Linear, PlainLinear, W8Linear
+from executor_svc.gpu.states import GpuStateKernels
+from executor_svc.gpu.stored_linear import GpuStoredLinear, PackedRows
+
+KERNEL, TORCH, _TILES_OF = "kernel", "torch", "tiles of "
+_TILES = (80, 86)
+"""Compute capabilities whose tiles of attention other GPUs can have: less shared memory, and no copy engine."""
+
+
+class Fallbacks:
+    """By which way calls are computed, by their labels; those that are not named, by their kernel."""
+
+    def __init__(self, kernels: GpuStateKernels) -> None:
+        self._kernels = kernels
+        self._name = kernels.name
+        kernels.tiles_of = self.tiles_of
+        self.ways: dict[str, str] = {}
+        self.reasons: dict[str, dict[str, str]] = {}
+        """By label, then by way: why it is not used."""
+
+    def way_of(self, label: str) -> str:
+        """Return the name of the way of calls with this label."""
+        return self.ways.get(label, KERNEL)
+
+    def adopt(self, ways: Mapping[str, str], reasons: Mapping[str, dict[str, str]]) -> None:
+        """Take what an earlier start has found."""
+        self.ways |= ways
+        self.reasons |= reasons
+        self._install()
+
+    def fall_back(self, call: RecordedCall, reason: str) -> None:
+        """Give calls of this label their next way. Raises KernelError, naming it, if there is none."""
+        reasons = self.reasons.setdefault(call.label, {})
+        reasons[self.way_of(call.label)] = reason
+        way = next((each for each in self._possible(call) if each not in reasons), None)
+        if way is None:
+            tried = ", ".join(f"{each} {why}" for each, why in reasons.items())
+            hint = "; --numerics exact has no other way, fast may have" if self._kernels.exact is not None else ""
+            raise KernelError(f"{call.label}: no way is right on this GPU: {tried}{hint}")
+        self.ways[call.label] = way
+        self._install()
+
+    def lines(self) -> list[str]:
+        """Return a line for each label that has fallen back."""
+        return [
+            f"{label}: {way}, as " + ", ".join(f"{each} {why}" for each, why in self.reasons[label].items())
+            for label, way in self.ways.items()
+        ]
+
+    def tiles_of(self, shape: AttentionShape) -> int:
+        """Return the compute capability whose tiles attention of a shape has."""
+        text = shape_text(shape)
+        for label, way in self.ways.items():
+            if way.startswith(_TILES_OF) and (f", {text}," in label or f", {text})" in label):
+                return int(way.removeprefix(_TILES_OF))
+        return self._kernels.arch
+
+    def _possible(self, call: RecordedCall) -> list[str]:
+        """Return the ways of a call, in order; in exact mode there is one, as another may not keep a row's bits."""
+        if self._kernels.exact is not None:
+            return [KERNEL]
+        if call.name in ("attention", "latent_attention"):
+            return [KERNEL, *(f"{_TILES_OF}{arch}" for arch in _TILES if arch != self._kernels.arch)]
+        if call.name == "linear" and not _is_replaceable(call.values["linear"]):
+            return [KERNEL]
+        return [KERNEL, TORCH] if call.meaning.replaceable else [KERNEL]
+
+    def _install(self) -> None:
+        kernels, changed = self._kernels, sorted(f"{label} {way}" for label, way in self.ways.items())
+        for name in MEANINGS:
+            kernels.__dict__.pop(name, None)
+        for name in {label.partition(" ")[0] for label, way in self.ways.items() if way == TORCH}:
+            setattr(kernels, name, partial(self._call, name, getattr(kernels, name)))
+        # Executors that compute otherwise have other fingerprints.
+        digest = hashlib.sha256("\n".join(changed).encode()).hexdigest()[:8]
+        kernels.name = f"{self._name} other-{digest}" if changed else self._name
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        kernels, recording = self._kernels, self._kernels.current_recording
+        values = bound(name, kernels, args, named)
+        if self.way_of(label_of(name, values)) != TORCH:
+            return method(*args, **named)
+        if recording is None:  # at once: the recording gives memory, and runs nothing
+            with kernels.passing(), kernels.recording():
+                result = method(*args, **named)
+            _compute(name, values, result, len(_first(result)))
+            return result
+        first = len(recording.operations)
+        result = method(*args, **named)
+        del recording.operations[first:]
+        kernels.run(_first(result), partial(_compute, name, values, result))
+        return result
+
+
+def _first(result: Any) -> Tensor:
+    """Return the first of an operation's results."""
+    found: Tensor = result[0] if isinstance(result, tuple) else result
+    return found
+
+
+def _compute(name: str, values: Values, result: Any, n: int) -> None:
+    """Write the first n rows of an operation's results by PyTorch, without a wait for the device."""
+    if name == "rope_write_kv":
+        _rope_write_kv(values, result, n)
+    elif name == "linear":
+        _multiply(values["linear"], values["x"][:n], result[:n])
+    else:
+        meaning = MEANINGS[name]
+        expected = meaning.expected(values, n, _stays)
+        for found, value in zip(meaning.found(values, result, n), expected, strict=True):
+            found.copy_(value)
+
+
+def _stays(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _rope_write_kv(values: Values, result: Tensor, n: int) -> None:
+    """As `GpuKernels.rope_write_kv`; rows that are to be written nowhere write what the first row writes."""
+    q, *pair = heads_of(values, n, _stays)
+    result[:n].copy_(q)
+    if not pair[0].shape[1]:
+        return
+    layer, slots = values["kv_layer"], values["plan"].slot_mappings[values["table"], :n]
+    there = slots >= 0
+    at = torch.where(there, slots, slots[:1].clamp(min=0))
+    scales = values["plan"].scales(layer, values["scales"])
+    narrow = layer.dtype.itemsize == 1
+    bits = layer.view(torch.uint8) if narrow else layer
+    for half, (rows, scale) in enumerate(
+        zip(pair, (None, None) if scales is None else (scales.k, scales.v), strict=True)
+    ):
+        rows = torch.where(there[:, None, None], rows, rows[:1]).float()
+        rows = rows if scale is None else rows / scale[:, None]
+        stored = (rows.clamp(-448, 448) if narrow else rows).to(layer.dtype)
+        bits[at // layer.shape[3], half, :, at % layer.shape[3]] = stored.view(bits.dtype)
+
+
+def _is_replaceable(linear: object) -> bool:
+    """Return whether a linear's product can be that of a dense weight, by cuBLAS."""
+    if isinstance(linear, GpuStoredLinear):
+        return any(isinstance(part, PackedRows) for part in linear.parts)
+    return isinstance(linear, W8Linear | Fp8Linear)
+
+
+def _multiply(linear: object, x: Tensor, out: Tensor) -> None:
+    """Write the product with a weight that is made dense in every call, which is slow."""
+    if not isinstance(linear, GpuStoredLinear):
+        assert isinstance(linear, W8Linear | Fp8Linear)
+        bias = None if linear.bias is None else linear.bias.to(x.dtype)
+        PlainLinear(dense_rows(linear, x.dtype), bias)(x, out, out.dtype)
+        return
+    first = 0
+    for part in linear.parts:
+        rows = part.weight.rows if isinstance(part, PackedRows) else part.out_features
+        own = out[:, first : first + rows]
+        if isinstance(part, PackedRows):
+            _multiply_packed(part, x, own)
+        else:
+            assert not isinstance(part, ExactLinear)
+            part(x, own, out.dtype)
+        first += rows
+
+
+def _multiply_packed(part: PackedRows, x: Tensor, out: Tensor) -> None:
+    x = x if part.order is None else x.index_select(1, part.order)
+    for first in range(0, part.weight.rows, rows_at_once(part.weight)):
+        last = min(first + rows_at_once(part.weight), part.weight.rows)
+        wide = torch.empty(last - first, part.weight.columns, dtype=x.dtype, device=x.device)
+        widen(part.weight, first, wide)
+        bias = None if part.bias is None else part.bias[first:last]
+        PlainLinear(wide, bias)(x, out[:, first:last], out.dtype)

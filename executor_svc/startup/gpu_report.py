@@ -1,0 +1,115 @@
+"""What the start of an executor on a GPU takes: seconds by part, kernels, and memory as computed and as measured."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.device.interface import Device
+from executor_svc.models.decoder import Decoder
+from executor_svc.models.loading import LoadedModel
+from executor_svc.plan.description import MemoryPart
+from executor_svc.startup.speculation import Draft
+
+_log = logging.getLogger(__name__)
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Seconds:
+    part: str
+    seconds: float
+
+
+class StartReport:
+    """Seconds and bytes of the parts of a start, in their order; on a CPU of seconds alone."""
+
+    def __init__(self, device: Device) -> None:
+        """Begin: what the device's memory holds now is not this model's."""
+        self._device = device.torch_device
+        self._on_gpu = device.torch_device.type == "cuda"
+        self._seconds: list[_Seconds] = []
+        self.memory: list[MemoryPart] = []
+        self._used_before = self._used()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure the seconds of what is done inside."""
+        began = time.monotonic()
+        yield
+        self._seconds.append(_Seconds(name, time.monotonic() - began))
+
+    def takes(self, name: str, computed: int) -> None:
+        """Note how many bytes a part has taken since the last note, beside what was computed for it."""
+        if not self._on_gpu:
+            return
+        used = self._used()
+        self.memory.append(MemoryPart(name, computed, used - self._used_before))
+        self._used_before = used
+
+    def ends(self, config: ExecutorConfig, step_bytes: int) -> None:
+        """Say how long the start took, since the process began, and what the device's memory holds.
+
+        step_bytes: computed for steps, beside what is left for graphs.
+        """
+        if not self._on_gpu:
+            return
+        from executor_svc.gpu.compiled.kernel_cache import COMPILED
+        from executor_svc.gpu.device import BYTES_FOR_GRAPHS, MEMORY_SHARE
+
+        self.takes("steps and graphs", step_bytes + BYTES_FOR_GRAPHS)
+        since = time.time() - psutil.Process().create_time()
+        parts = ", ".join(f"{each.part} {each.seconds:.1f}" for each in self._seconds)
+        _log.info("ready %.1f s after the start of the process (%s); %s", since, parts, COMPILED)
+        free, total = torch.cuda.mem_get_info(self._device)
+        bound = int((config.gpu_memory_utilization or MEMORY_SHARE) * total)
+        say = _log.warning if total - free > bound and config.num_gpu_blocks is None else _log.info
+        say("memory of the GPU: %s", memory_text(self.memory, total - free, total, bound))
+
+    def _used(self) -> int:
+        """Return the bytes in use on the device, as it reports them; what PyTorch only keeps is given back first."""
+        if not self._on_gpu:
+            return 0
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free)
+
+
+def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, draft: Draft | None) -> None:
+    """Compare the kernels of a model with references, and of a draft model, on a GPU that has not been compared.
+
+    Raises KernelError, naming what has no right way to be computed. Models through transformers, heads, adapters and
+    ranks are not compared.
+    """
+    if device.torch_device.type != "cuda" or not loaded.recordable:
+        return
+    from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
+    from executor_svc.gpu.device import GpuDevice
+
+    assert isinstance(device, GpuDevice)
+    layers = None if draft is None else draft.layers
+    models = [ModelCheck(loaded, device, config, device.choices, layers)]
+    if draft is not None and isinstance(draft.model, Decoder):
+        models.append(ModelCheck(loaded, device, config, device.choices, layers, draft.model))
+    compare_models(models)
+
+
+def memory_text(parts: list[MemoryPart], used: int, total: int, bound: int) -> str:
+    """Return the parts as computed and as measured, what the device reports in all, and the bound for it, in GiB."""
+    each = [f"{part.name} {part.computed / _GIB:.2f} computed, {part.measured / _GIB:.2f} measured" for part in parts]
+    computed, (of_all, most, wanted) = (
+        sum(part.computed for part in parts),
+        (size / _GIB for size in (used, total, bound)),
+    )
+    each.append(f"in all {computed / _GIB:.2f} computed, the device reports {of_all:.2f} of {most:.2f} GiB in use")
+    return "; ".join([*each, f"at most {wanted:.2f} are wanted"])

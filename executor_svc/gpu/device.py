@@ -17,6 +17,8 @@ from executor_svc.device.kernels import Embedding, Linear, TableEmbedding, Weigh
 from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
 from executor_svc.device.pool_sizes import chosen_pages, least_of, with_states
 from executor_svc.device.stored_linear import FewBits, QuantRows, StoredLinear
+from executor_svc.gpu.choices.few_bits import FewBitsChoices
+from executor_svc.gpu.choices.ways import KernelChecks
 from executor_svc.gpu.exact.linear import ExactLinear
 from executor_svc.gpu.exact.products import ExactProducts
 from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
@@ -91,6 +93,9 @@ class GpuDevice:
             self.numerics, self.functions = "exact", BlockedFunctions()
             self._exact = ExactProducts(self._workspace)
             self._attention = ExactAttention(self.torch_device, arch, num_sms)
+        self._choices: FewBitsChoices | None = None
+        if config.few_bits_products == "measured" and self._exact is None:
+            self._choices = FewBitsChoices(self._workspace, arch, num_sms)
         self._kernels = GpuStateKernels(self.torch_device, arch, num_sms, self._attention)
         self.few_bits = FewBits()
 
@@ -169,7 +174,7 @@ class GpuDevice:
                 f"--quantization {self._quantization}: {name} of the checkpoint is in few bits already; use "
                 "--quantization none"
             )
-        return GpuStoredLinear(name, weight, bias, self._workspace, self.few_bits, self._exact)
+        return GpuStoredLinear(name, weight, bias, self._workspace, self.few_bits, self._exact, self._choices)
 
     def _whole(self, name: str, weight: WeightRows | StoredLinear) -> Tensor:
         """Return a weight as a dense tensor."""
@@ -239,6 +244,11 @@ class GpuDevice:
         total = free if self._interpreted else torch.cuda.mem_get_info(self.torch_device)[1]
         left = 0 if self._interpreted else BYTES_FOR_GRAPHS
         return int((config.gpu_memory_utilization or _SHARE) * total) - (total - free) - left - beside
+
+    def choose_kernels(self, max_rows: int) -> None:
+        """Time the ways of products in few bits, if the start shall, on a GPU: the interpreter's time says nothing."""
+        if self._choices is not None and not self._interpreted:
+            self.few_bits.ways = self._choices.choose(KernelChecks(self.torch_device), max_rows)
 
     def probe_numerics(self, max_rows: int) -> None:
         """Compare products in exact mode, on a GPU: numpy, by which the interpreter multiplies, says nothing of one."""

@@ -1,9 +1,9 @@
 """Linear layers with weights in few bits and up to 256 rows: a program has all rows, so each number is unpacked once.
 
 Features are the M of products, 128 for a program, and rows of x their N. A step of the weight is unpacked to 16 bits in
-the registers from which tensor cores read it; they multiply while the next step is unpacked (wgmma, so compute
-capability 9.0: before it warps divide the rows of x, and unpack a weight again for each share). The weight's numbers are
-those of `device.dequantize`, rounded to the dtype of x, and sums are float32.
+the registers from which tensor cores read it; they multiply while the next step is unpacked. That is wgmma, of compute
+capability 9.0; before it warps would divide the rows of x, and unpack a weight again for each share. The weight's
+numbers are those of `device.dequantize`, rounded to the dtype of x, and sums are float32.
 
 Where tiles are too few to fill the GPU, parts of their columns are programs of their own, and the last of a tile's
 programs adds the parts in their order.
@@ -115,7 +115,7 @@ def _linear_all_rows(
     # Programs beyond the weight's last tile read it again.
     tile = tl.minimum(feature // TILE, tl.cdiv(out_features, TILE) - 1).to(tl.int64)
     lane = feature % TILE
-    row_at = (x + row.to(tl.int64) * in_features)[:, None]
+    row_at = x + (row * in_features)[:, None]
     row_inside = (row < rows)[:, None]
 
     first_step = tl.program_id(1) * part_steps
@@ -263,7 +263,7 @@ def _variant(
         num_stages=tile.num_stages,
         fp_fusion=False,
         archs=(90,),
-        no_spills=True,
+        no_spills=(kind.group, out) != (16, "fp32"),  # 24 bytes
         wgmma=True,
         quick=(kind.name, rows, tile.rows, split) == ("Q4_K", "bf16", 256, True),
     )

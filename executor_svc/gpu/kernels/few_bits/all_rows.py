@@ -5,13 +5,13 @@ the registers from which tensor cores read it; they multiply while the next step
 capability 9.0; before it warps would divide the rows of x, and unpack a weight again for each share. The weight's
 numbers are those of `device.dequantize`, rounded to the dtype of x, and sums are float32.
 
-Where tiles are too few to fill the GPU, parts of their columns are programs of their own, and the last of a tile's
-programs adds the parts in their order.
+As many programs as run at once share all steps of all tiles evenly, in their order. So a tile may be in parts, of
+programs that follow each other, and the last of them that ends adds the parts in their order (decision 0053).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,40 +38,51 @@ class AllRowsTile:
     programs_per_sm: int
     """That run at once, by registers and shared memory."""
 
+    @property
+    def max_registers(self) -> int:
+        """Of a thread: a multiprocessor has 65,536."""
+        return min(255, _REGISTERS // (32 * self.num_warps * self.programs_per_sm))
 
+
+_REGISTERS = 65536
 _TILES = (
     AllRowsTile(rows=32, features=128, num_warps=8, num_stages=4, programs_per_sm=2),
     AllRowsTile(rows=64, features=128, num_warps=8, num_stages=4, programs_per_sm=2),
     AllRowsTile(rows=128, features=128, num_warps=8, num_stages=4, programs_per_sm=1),
     AllRowsTile(rows=256, features=128, num_warps=8, num_stages=3, programs_per_sm=1),
 )
-"""Not measured: they compile without spills."""
+"""Not measured: they compile without spills in their loops."""
+_64_OF_BYTES = replace(_TILES[1], num_stages=3)
+"""Two programs with codes of 8 bits in 4 stages do not fit the shared memory."""
 TILE_ROWS = tuple(tile.rows for tile in _TILES)
 """Maximum rows of each kernel, ascending."""
 MOST_ROWS = TILE_ROWS[-1]
 
-_MOST_PARTS = 8
 _LEAST_STEPS = 4
-"""Of a part."""
-_STEPS_OF_SUMS = 2
-"""Steps that take as long as writing and reading the sums of a part: computed, by the bytes of a tile of sums."""
+"""Of a program."""
 
 
-def all_rows_tile(rows: int) -> AllRowsTile:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How the steps of all tiles are shared."""
+
+    programs: int
+    steps: int
+    """Of a program; the last may have fewer."""
+
+
+def all_rows_tile(rows: int, kind: QuantFormat) -> AllRowsTile:
     """Return the tile for so many rows, up to MOST_ROWS."""
-    return next(tile for tile in _TILES if rows <= tile.rows)
+    tile = next(tile for tile in _TILES if rows <= tile.rows)
+    return _64_OF_BYTES if tile is _TILES[1] and kind.bits == 8 else tile
 
 
-def all_rows_parts(tile: AllRowsTile, out_features: int, steps: int, num_sms: int) -> int:
-    """Return the parts of a tile's columns with which programs end first, by counting steps; none is empty."""
-    tiles, at_once = -(-out_features // tile.features), tile.programs_per_sm * num_sms
-
-    def steps_of(parts: int) -> int:
-        beside = _STEPS_OF_SUMS if parts > 1 else 0
-        return -(-tiles * parts // at_once) * (-(-steps // parts) + beside) + (parts if parts > 1 else 0)
-
-    parts = min(range(1, max(1, min(_MOST_PARTS, steps // _LEAST_STEPS)) + 1), key=steps_of)
-    return -(-steps // -(-steps // parts))
+def share_of(tile: AllRowsTile, out_features: int, steps: int, num_sms: int) -> Share:
+    """Return how a weight's steps are shared; no program is without one."""
+    units = -(-out_features // tile.features) * steps
+    wanted = max(1, min(tile.programs_per_sm * num_sms, units // _LEAST_STEPS))
+    each = -(-units // wanted)
+    return Share(-(-units // each), each)
 
 
 def all_rows_sums_size(weight: FewBitsWeight, num_sms: int) -> int:
@@ -85,8 +96,16 @@ def all_rows_counters(weight: FewBitsWeight) -> int:
 
 
 def _sums_size(weight: FewBitsWeight, tile: AllRowsTile, num_sms: int) -> int:
-    parts = all_rows_parts(tile, weight.rows, weight.layout.steps, num_sms)
-    return 0 if parts == 1 else parts * -(-weight.rows // tile.features) * tile.features * tile.rows
+    """Of the parts that a program may begin and end with."""
+    return 2 * share_of(tile, weight.rows, weight.layout.steps, num_sms).programs * tile.features * tile.rows
+
+
+@triton.jit
+def _anew(index, PACKED: tl.constexpr):
+    """Return an index that a compiler cannot know: else it keeps what follows from it in registers, tile after tile."""
+    if PACKED:
+        index = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], tl.int32, False, 1)
+    return index
 
 
 @triton.jit
@@ -98,29 +117,39 @@ def _write(total, bias, out, feature, row, out_features, rows, out_stride):
     tl.store(out_at, total.to(out.dtype.element_ty), mask=there[:, None] & (row < rows)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "parts"])
-def _linear_all_rows(
-    x, codes, high, numbers, zeros, above, bias, out, sums, counters,
-    rows, out_features, in_features, out_stride, steps, span, super_span, part_steps, parts,
+@triton.jit
+def _write_merged(
+    sums, bias, out, feature, place, first_unit, each, begin, after, out_features, rows, out_stride,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Write a tile whose steps, from `first_unit` on, programs `begin` to `after` - 1 have shared; in their order."""
+    CHUNK: tl.constexpr = 16
+    for first_row in range(0, ROWS, CHUNK):
+        row = first_row + tl.arange(0, CHUNK)
+        at = place[:, None] * ROWS + row[None, :]
+        total = tl.zeros((FEATURES, CHUNK), tl.float32)
+        for other in range(begin, after):
+            part = other * 2 + (first_unit >= other * each).to(tl.int32)
+            # Past the L1 cache: other programs have just written them.
+            total += tl.load(sums + part.to(tl.int64) * (FEATURES * ROWS) + at, cache_modifier=".cg")
+        _write(total, bias, out, feature, row, out_features, rows, out_stride)
+
+
+@triton.jit
+def _sums_of(
+    x, codes, high, numbers, zeros, above, rows, out_features, in_features, steps, span, super_span,
+    feature, row, first_step, last_step,
     BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
     SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute FEATURES features of up to ROWS rows over `part_steps` steps; the last of `parts` programs adds them.
-
-    WHOLE: columns fill all steps.
-    """
-    row, place = tl.arange(0, ROWS), tl.arange(0, FEATURES)
-    feature = tl.program_id(0) * FEATURES + place
-    # Programs beyond the weight's last tile read it again.
+    """Return the product of some steps for features [F] and rows [R] of x: [F, R] float32."""
+    # Features beyond the weight's last tile read it again.
     tile = tl.minimum(feature // TILE, tl.cdiv(out_features, TILE) - 1).to(tl.int64)
     lane = feature % TILE
     row_at = x + (row * in_features)[:, None]
     row_inside = (row < rows)[:, None]
-
-    first_step = tl.program_id(1) * part_steps
-    last_step = tl.minimum(first_step + part_steps, steps)
-    total = tl.zeros((FEATURES, ROWS), tl.float32)
+    total = tl.zeros((feature.shape[0], row.shape[0]), tl.float32)
     # Else ptxas serializes wgmma.
     tl.assume(first_step < last_step)
     for step in range(first_step, last_step):
@@ -133,22 +162,53 @@ def _linear_all_rows(
         some = tl.load(row_at + column, mask=inside, other=0.0)
         # One product for a step: it goes on while the next step is unpacked.
         total = tl.dot(weight, tl.trans(some), total)
+    return total
 
-    if sums is None:
-        _write(total, bias, out, feature, row, out_features, rows, out_stride)
-    else:
-        tile_of_sums = sums + tl.program_id(0).to(tl.int64) * parts * (FEATURES * ROWS)
-        at = place[:, None] * ROWS + row[None, :]
-        tl.store(tile_of_sums + tl.program_id(1) * (FEATURES * ROWS) + at, total)
-        counter = counters + tl.program_id(0)
-        # Sums of all threads are written before one thread counts, and read after.
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
-            tl.store(counter, 0)
-            total = tl.zeros((FEATURES, ROWS), tl.float32)
-            for part in range(parts):
-                total += tl.load(tile_of_sums + part * (FEATURES * ROWS) + at, cache_modifier=".cg")
-            _write(total, bias, out, feature, row, out_features, rows, out_stride)
+
+@triton.jit(do_not_specialize=["rows", "each", "units"])
+def _linear_all_rows(
+    x, codes, high, numbers, zeros, above, bias, out, sums, counters,
+    rows, out_features, in_features, out_stride, steps, span, super_span, each, units,
+    BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
+    SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Compute `each` of the `units` steps of all tiles of FEATURES features of up to ROWS rows.
+
+    WHOLE: columns fill all steps. sums: [programs, 2, FEATURES, ROWS], of the tiles that a program ends and begins
+    with, if others have steps of them, too.
+    """
+    row, place = tl.arange(0, ROWS), tl.arange(0, FEATURES)
+    program = tl.program_id(0)
+    unit = program * each
+    end = tl.minimum(unit + each, units)
+    while unit < end:
+        tile = unit // steps
+        first_step = unit - tile * steps
+        last_step = tl.minimum(first_step + end - unit, steps)
+        feature = tile * FEATURES + place
+        total = _sums_of(
+            x, codes, high, numbers, zeros, above, rows, out_features, in_features, steps, span, super_span,
+            feature, _anew(row, PACKED), first_step, last_step,
+            BITS, VALUES, ZERO, OFFSETS, PAIRED, SUPERS, GROUPS, HALF, TILE, PACKED, WHOLE,
+        )  # fmt: skip
+        if last_step - first_step == steps:
+            _write(total, bias, out, feature, _anew(row, PACKED), out_features, rows, out_stride)
+        else:
+            # Of a program the tile is the first, or begins in it.
+            own = program * 2 + (first_step == 0).to(tl.int32)
+            at = _anew(place, PACKED)[:, None] * ROWS + row[None, :]
+            tl.store(sums + own.to(tl.int64) * (FEATURES * ROWS) + at, total)
+            begin, after = tile * steps // each, (tile * steps + steps - 1) // each + 1
+            # Sums of all threads are written before one thread counts, and read after.
+            tl.debug_barrier()
+            if tl.atomic_add(counters + tile, 1, sem="acq_rel") == after - begin - 1:
+                tl.store(counters + tile, 0)
+                _write_merged(
+                    sums, bias, out, feature, _anew(place, PACKED), tile * steps, each, begin, after, out_features, rows, out_stride,
+                    ROWS, FEATURES,
+                )  # fmt: skip
+        unit += last_step - first_step
 
 
 def linear_all_rows(
@@ -156,7 +216,7 @@ def linear_all_rows(
     weight: FewBitsWeight,
     bias: Tensor,
     out: Tensor,
-    workspace: Tensor | None,
+    workspace: Tensor,
     counters: Tensor,
     num_sms: int,
 ) -> None:
@@ -167,8 +227,8 @@ def linear_all_rows(
         weight: on the device of x.
         bias: [out_features] float32; zeros without a bias.
         out: [M, out_features] in the dtype of x or float32, columns adjacent, rows of any stride.
-        workspace: float32, `all_rows_sums_size` or more numbers, with any content; None if that is 0. Other work on
-            the same stream may share it.
+        workspace: float32, `all_rows_sums_size` or more numbers, with any content. Other work on the same stream may
+            share it.
         counters: int32, `all_rows_counters` or more zeros, which they are again afterwards.
         num_sms: multiprocessors of the GPU.
 
@@ -180,20 +240,19 @@ def linear_all_rows(
     check_arguments(x, weight, bias, out)
     if not rows:
         return
-    tile = all_rows_tile(rows)
-    parts = all_rows_parts(tile, weight.rows, layout.steps, num_sms)
-    needed = _sums_size(weight, tile, num_sms)
-    if needed and (workspace is None or workspace.dtype != torch.float32 or workspace.numel() < needed):
+    tile = all_rows_tile(rows, layout.kind)
+    share, needed = share_of(tile, weight.rows, layout.steps, num_sms), _sums_size(weight, tile, num_sms)
+    if workspace.dtype != torch.float32 or workspace.numel() < needed:
         raise ValueError(f"workspace: must be {needed} float32")
     if counters.dtype != torch.int32 or counters.numel() < all_rows_counters(weight):
         raise ValueError(f"counters: must be {all_rows_counters(weight)} int32")
-    _linear_all_rows[(-(-weight.rows // tile.features), parts)](
+    _linear_all_rows[(share.programs,)](
         x,
         *weight.planes,
         bias,
         out,
-        workspace if parts > 1 else None,
-        counters if parts > 1 else None,
+        workspace,
+        counters,
         rows,
         weight.rows,
         weight.columns,
@@ -201,11 +260,12 @@ def linear_all_rows(
         layout.steps,
         layout.span,
         layout.super_span,
-        -(-layout.steps // parts),
-        parts,
+        share.steps,
+        -(-weight.rows // tile.features) * layout.steps,
         **_constants(layout, tile),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        maxnreg=tile.max_registers,
         enable_fp_fusion=False,
     )
 
@@ -223,34 +283,26 @@ _COLUMNS = 4096
 
 
 def variants() -> list[Variant]:
-    """Return common formats with every tile in parts, and whole with the largest; rare ones with the largest."""
+    """Return common formats with every tile, rare ones with the largest."""
     largest = _TILES[-1]
-    found = [_variant(kind, tile, "bf16", "bf16", True) for kind in COMMON for tile in _TILES]
-    found += [_variant(kind, largest, "bf16", "bf16", False) for kind in COMMON]
-    found += [_variant(kind, largest, "bf16", "bf16", True) for kind in RARE]
-    found += [_variant(kind, largest, "fp16", "fp16", True) for kind in COMMON]
+    found = [_variant(kind, all_rows_tile(rows, kind), "bf16", "bf16") for kind in COMMON for rows in TILE_ROWS]
+    found += [_variant(kind, largest, "bf16", "bf16") for kind in RARE]
+    found += [_variant(kind, largest, "fp16", "fp16") for kind in COMMON]
     # To logits; and with halves of 32 columns.
-    narrow = _variant(COMMON[2], largest, "bf16", "bf16", True, columns=544)
-    return [*found, _variant(COMMON[1], largest, "bf16", "fp32", False), narrow]
+    narrow = _variant(COMMON[2], largest, "bf16", "bf16", columns=544)
+    return [*found, *(_variant(COMMON[1], tile, "bf16", "fp32") for tile in _TILES), narrow]
 
 
-def _variant(
-    kind: QuantFormat, tile: AllRowsTile, rows: str, out: str, split: bool, columns: int = _COLUMNS
-) -> Variant:
+def _variant(kind: QuantFormat, tile: AllRowsTile, rows: str, out: str, columns: int = _COLUMNS) -> Variant:
     layout = FewBitsLayout(kind, columns)
     planes, known = plane_arguments(layout)
     constants = _constants(layout, tile) | known
-    pointers = {"x": f"*{rows}", **planes, "bias": "*fp32", "out": f"*{out}"}
-    if split:
-        pointers |= {"sums": "*fp32", "counters": "*i32"}
-    else:
-        constants |= {"sums": None, "counters": None}
+    pointers = {"x": f"*{rows}", **planes, "bias": "*fp32", "out": f"*{out}", "sums": "*fp32", "counters": "*i32"}
     sizes = (
-        "rows", "out_features", "in_features", "out_stride", "steps", "span", "super_span", "part_steps", "parts",
+        "rows", "out_features", "in_features", "out_stride", "steps", "span", "super_span", "each", "units",
     )  # fmt: skip
-    mark = f"{' parts' if split else ''}{'' if layout.half == 64 else ' narrow'}"
     return Variant(
-        name=f"linear_all_rows {rows} {kind.name} rows{tile.rows} to {out}{mark}",
+        name=f"linear_all_rows {rows} {kind.name} rows{tile.rows} to {out}{'' if layout.half == 64 else ' narrow'}",
         kernel=_linear_all_rows,
         signature={
             **pointers,
@@ -262,8 +314,9 @@ def _variant(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         fp_fusion=False,
+        max_registers=tile.max_registers,
         archs=(90,),
-        no_spills=(kind.group, out) != (16, "fp32"),  # 24 bytes
+        no_spills=tile.rows == 128,  # others up to 84 bytes, where a tile ends
         wgmma=True,
-        quick=(kind.name, rows, tile.rows, split) == ("Q4_K", "bf16", 256, True),
+        quick=(kind.name, rows, tile.rows) == ("Q4_K", "bf16", 256),
     )

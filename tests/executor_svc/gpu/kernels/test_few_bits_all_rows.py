@@ -13,10 +13,10 @@ from executor_svc.gpu.kernels.few_bits.all_rows import (
     MOST_ROWS,
     TILE_ROWS,
     all_rows_counters,
-    all_rows_parts,
     all_rows_sums_size,
     all_rows_tile,
     linear_all_rows,
+    share_of,
 )
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
 from tests.executor_svc.cpu.kernels.quantized.formats import FORMATS, Q4_0, random_block
@@ -26,8 +26,7 @@ from tests.helpers.marks import short_and_long
 
 def product(x: Tensor, weight: FewBitsWeight, bias: Tensor, out_dtype: torch.dtype, sms: int = SMS) -> Tensor:
     """Return x @ weight.T + bias, written to columns in the middle of a wider tensor."""
-    size = all_rows_sums_size(weight, sms)
-    workspace = torch.full((size,), float("nan"), device=x.device) if size else None
+    workspace = torch.full((all_rows_sums_size(weight, sms),), float("nan"), device=x.device)
     counters = torch.zeros(all_rows_counters(weight), dtype=torch.int32, device=x.device)
     whole = torch.full((len(x) + 1, weight.rows + 9), 7.0, dtype=out_dtype, device=x.device)
     linear_all_rows(x, weight, bias, whole[:-1, 8:-1], workspace, counters, sms)
@@ -68,7 +67,7 @@ def test_every_number_is_that_of_dequantize(name: str, columns: int, device: tor
     ),
 )
 def test_products(name: str, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    """In parts and whole, with rows of the weight that fill no tile."""
+    """In parts of programs that follow each other, and whole, with rows of the weight that fill no tile."""
     columns = 1280
     kind, block, weight = made(name, 200, columns, device)
     generator = torch.Generator().manual_seed(rows)
@@ -79,24 +78,24 @@ def test_products(name: str, rows: int, dtype: torch.dtype, device: torch.device
     magnitudes = x.double().abs() @ numbers.abs().t() + bias.double().abs()
     # Each number is rounded to dtype, each sum to float32.
     bound = (UNIT[dtype] + (columns + 8) * 2**-24) * magnitudes
-    assert all_rows_parts(all_rows_tile(rows), 200, weight.layout.steps, SMS) > 1
-    assert all_rows_parts(all_rows_tile(rows), 200, weight.layout.steps, 1) == 1
+    shares = [share_of(all_rows_tile(rows, kind), 200, weight.layout.steps, sms) for sms in (SMS, 1)]
+    # Two tiles of 10 steps: one program ends the first and begins the second.
+    assert (shares[0].programs, shares[0].steps) == (5, 4)
     for sms in (SMS, 1):
         found = product(x, weight, bias, torch.float32, sms)
         assert ((found.double() - exact).abs() <= bound).all(), sms
     assert torch.equal(product(x, weight, bias, dtype, 1), found.to(dtype))
 
 
-def test_parts_are_few_and_none_is_empty() -> None:
+def test_all_steps_are_shared_evenly() -> None:
     for rows, steps, sms in product_of(TILE_ROWS, range(1, 120), (1, 20, SMS)):
-        parts = all_rows_parts(all_rows_tile(rows), 1000, steps, sms)
-        assert (parts - 1) * -(-steps // parts) < steps
-    largest = all_rows_tile(MOST_ROWS)
-    # Of a layer of 8 billion parameters: tiles that fill the GPU are whole, others are divided.
-    shapes = {"qkv": (6144, 32), "o": (4096, 32), "gate_up": (28672, 32), "down": (4096, 112)}
-    assert {name: all_rows_parts(largest, *shape, SMS) for name, shape in shapes.items()} == {
-        "qkv": 2, "o": 4, "gate_up": 1, "down": 4,
-    }  # fmt: skip
+        tile = all_rows_tile(rows, Q4_0)
+        share, units = share_of(tile, 1000, steps, sms), 8 * steps
+        assert (share.programs - 1) * share.steps < units <= share.programs * share.steps
+        assert share.programs <= tile.programs_per_sm * sms
+    # Of a layer of 8 billion parameters, by 132 programs at once: 1,536, 1,024, 7,168 and 3,584 steps.
+    largest, shapes = all_rows_tile(MOST_ROWS, Q4_0), ((6144, 32), (4096, 32), (28672, 32), (4096, 112))
+    assert [share_of(largest, *shape, SMS).steps for shape in shapes] == [12, 8, 55, 28]
 
 
 @pytest.mark.parametrize(
@@ -104,13 +103,13 @@ def test_parts_are_few_and_none_is_empty() -> None:
     [
         ({"x": torch.zeros(MOST_ROWS + 1, 2048, dtype=BFLOAT16)}, "x: has 257 rows, more than 256"),
         ({"x": torch.zeros(2, 2048)}, r"x: must be \[M, 2048\] bfloat16 or float16"),
-        ({"workspace": torch.zeros(7)}, "workspace: must be 16384 float32"),
+        ({"workspace": torch.zeros(7)}, "workspace: must be 32768 float32"),
         ({"counters": torch.zeros(1)}, "counters: must be 1 int32"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Tensor], message: str) -> None:
     weight = packed(Q4_0, random_block(Q4_0, 8, 2048, seed=1), torch.device("cpu"))
-    x, out = change.get("x", torch.zeros(2, 2048, dtype=BFLOAT16)), torch.zeros(2, 8)
+    x = change.get("x", torch.zeros(2, 2048, dtype=BFLOAT16))
     workspace = change.get("workspace", torch.zeros(all_rows_sums_size(weight, SMS)))
     counters = change.get("counters", torch.zeros(1, dtype=torch.int32))
     out = torch.zeros(len(x), 8)

@@ -205,8 +205,8 @@ def _linear_all_rows(
             if tl.atomic_add(counters + tile, 1, sem="acq_rel") == after - begin - 1:
                 tl.store(counters + tile, 0)
                 _write_merged(
-                    sums, bias, out, feature, _anew(place, PACKED), tile * steps, each, begin, after, out_features, rows, out_stride,
-                    ROWS, FEATURES,
+                    sums, bias, out, feature, _anew(place, PACKED), tile * steps, each, begin, after,
+                    out_features, rows, out_stride, ROWS, FEATURES,
                 )  # fmt: skip
         unit += last_step - first_step
 

@@ -63,7 +63,7 @@ _LEAST_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StepShare:
     """How the steps of all tiles are shared."""
 
     programs: int
@@ -77,12 +77,12 @@ def all_rows_tile(rows: int, kind: QuantFormat) -> AllRowsTile:
     return _64_OF_BYTES if tile is _TILES[1] and kind.bits == 8 else tile
 
 
-def share_of(tile: AllRowsTile, out_features: int, steps: int, num_sms: int) -> Share:
+def share_of(tile: AllRowsTile, out_features: int, steps: int, num_sms: int) -> StepShare:
     """Return how a weight's steps are shared; no program is without one."""
     units = -(-out_features // tile.features) * steps
     wanted = max(1, min(tile.programs_per_sm * num_sms, units // _LEAST_STEPS))
     each = -(-units // wanted)
-    return Share(-(-units // each), each)
+    return StepShare(-(-units // each), each)
 
 
 def all_rows_sums_size(weight: FewBitsWeight, num_sms: int) -> int:

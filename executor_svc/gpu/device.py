@@ -93,9 +93,9 @@ class GpuDevice:
             self.numerics, self.functions = "exact", BlockedFunctions()
             self._exact = ExactProducts(self._workspace)
             self._attention = ExactAttention(self.torch_device, arch, num_sms)
-        self._choices: FewBitsChoices | None = None
+        self._few_bits_choices: FewBitsChoices | None = None
         if config.few_bits_products == "measured" and self._exact is None:
-            self._choices = FewBitsChoices(self._workspace, arch, num_sms)
+            self._few_bits_choices = FewBitsChoices(self._workspace, arch, num_sms)
         self._kernels = GpuStateKernels(self.torch_device, arch, num_sms, self._attention)
         self.few_bits = FewBits()
 
@@ -174,7 +174,7 @@ class GpuDevice:
                 f"--quantization {self._quantization}: {name} of the checkpoint is in few bits already; use "
                 "--quantization none"
             )
-        return GpuStoredLinear(name, weight, bias, self._workspace, self.few_bits, self._exact, self._choices)
+        return GpuStoredLinear(name, weight, bias, self._workspace, self.few_bits, self._exact, self._few_bits_choices)
 
     def _whole(self, name: str, weight: WeightRows | StoredLinear) -> Tensor:
         """Return a weight as a dense tensor."""
@@ -247,8 +247,8 @@ class GpuDevice:
 
     def choose_kernels(self, max_rows: int) -> None:
         """Time the ways of products in few bits, if the start shall, on a GPU: the interpreter's time says nothing."""
-        if self._choices is not None and not self._interpreted:
-            self.few_bits.ways = self._choices.choose(KernelChecks(self.torch_device), max_rows)
+        if self._few_bits_choices is not None and not self._interpreted:
+            self.few_bits.ways = self._few_bits_choices.choose(KernelChecks(self.torch_device), max_rows)
 
     def probe_numerics(self, max_rows: int) -> None:
         """Compare products in exact mode, on a GPU: numpy, by which the interpreter multiplies, says nothing of one."""

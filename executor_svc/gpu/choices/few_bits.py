@@ -29,6 +29,8 @@ _MEASURED = all_rows.TILE_ROWS
 """Numbers of rows at which ways are compared, each for those from the one before it on."""
 _EXPECTED_ROWS = 4096
 """Rows of a weight that a reference widens at a time."""
+_COMPARED = 8192
+"""Results of a row that are compared at most: of a head with its whole vocabulary too many would go to the host."""
 _ALL_ROWS_MAJOR = 9
 """Compute capability of GPUs whose tensor cores `all_rows` is written for."""
 _CODES_ALONE = 16
@@ -144,14 +146,14 @@ class FewBitsChoices:
         """
         for shape in self._shapes.values():
             weight = shape.weight()
-            if weight is None or shape.ways.chosen:
+            if weight is None or shape.ways.chosen or max_rows <= _CODES_ALONE:
                 continue
             for above, most in zip((_CODES_ALONE, *_MEASURED), _MEASURED, strict=False):
                 if above < max_rows:
                     shape.ways.chosen[most] = self._chosen(checks, shape, weight, min(most, max_rows))
             _log.info("products in few bits: %s: rows up to %s", _described(weight), shape.ways.text())
-        found = (f"{_described(weight)}: {shape.ways.text()}" for shape in self._shapes.values()
-                 if (weight := shape.weight()) is not None)  # fmt: skip
+        known = [(shape.weight(), shape.ways) for shape in self._shapes.values() if shape.ways.chosen]
+        found = (f"{_described(weight)}: {ways.text()}" for weight, ways in known if weight is not None)
         return tuple(sorted(found))
 
     def _chosen(self, checks: KernelChecks, shape: _Shape, weight: FewBitsWeight, rows: int) -> FewBitsWay:
@@ -160,12 +162,13 @@ class FewBitsChoices:
         x = torch.randn(rows, weight.columns, generator=generator, device=device).to(shape.dtype)
         out = torch.empty(rows, weight.rows, dtype=shape.dtype, device=device)
         added = torch.zeros(weight.rows, device=device)
+        every = -(-weight.rows // _COMPARED)
         product = FewBitsProduct(weight, None, added, self._workspace, self._num_sms, shape.ways.counters)
 
         def run(way: FewBitsWay) -> Callable[[], Tensor]:
             def written() -> Tensor:
                 product.write(way, x, out)
-                return out
+                return out[:, ::every]
 
             return written
 
@@ -174,7 +177,7 @@ class FewBitsChoices:
         check = KernelCheck(
             name,
             [Way(way, run(way)) for way in ways],
-            lambda: _expected(x, weight),
+            lambda: _expected(x, weight)[:, ::every],
             Tolerance.of(shape.dtype, shape.dtype),
             timed=True,
         )

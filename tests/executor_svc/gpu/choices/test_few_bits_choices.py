@@ -18,6 +18,7 @@ from executor_svc.gpu.choices.ways import KernelCheck, KernelChecks, KernelError
 from executor_svc.gpu.device import GpuDevice
 from executor_svc.gpu.linear import SumsWorkspace
 from executor_svc.gpu.stored_linear import GpuStoredLinear
+from executor_svc.startup.fingerprint import fingerprint
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.cpu.kernels.quantized.formats import Q4_K, random_block
 from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import BlockRows
@@ -81,7 +82,7 @@ def test_every_way_is_right_and_the_fastest_is_taken(device: torch.device, caplo
     expected = x.double() @ numbers.t()
     for rows in (16, 40):
         error = (linear(x[:rows], out_dtype=torch.float32).double() - expected[:rows]).norm() / expected[:rows].norm()
-        assert error < (2**-8 if rows == 16 else 1e-5)
+        assert error < (2**-8 if rows == 16 else 3e-5)
 
 
 def test_linears_of_one_shape_have_one_choice(device: torch.device) -> None:
@@ -121,7 +122,7 @@ def test_a_way_that_is_wrong_is_not_taken(device: torch.device, monkeypatch: pyt
 
 
 def test_tokens_of_a_model_are_those_of_the_usual_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every position of a prompt of 70 tokens."""
+    """In every position of a prompt of 70 tokens; the fingerprint says what was chosen."""
     shape = {"vocab_size": 131, "hidden_size": 128, "intermediate_size": 96, "head_dim": 64, "num_hidden_layers": 1}
     folder = make_checkpoint(tmp_path / "made", "llama", **shape)
     quantize_checkpoint(folder, "gptq with desc_act", tmp_path / "few bits", tmp_path / "dense")
@@ -138,6 +139,10 @@ def test_tokens_of_a_model_are_those_of_the_usual_ways(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(FewBitsWays, "of", all_rows)
     found = model.whole(prompt)
+    cache = model.driver().cache
+    usual = fingerprint(model.loaded, model.device, cache)
+    model.device.few_bits.ways = ("GPTQ 128 to 128: 32: all rows",)
+    assert fingerprint(model.loaded, model.device, cache).digest != usual.digest
     assert taken.count(70) >= 4
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
     assert torch.allclose(found, expected, rtol=0.05, atol=0.05)

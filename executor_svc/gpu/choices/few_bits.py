@@ -78,7 +78,7 @@ class FewBitsProduct:
         if way == "tiles":
             tiles.linear_few_bits(x, self.weight, self.added, out, memory, self.num_sms)
         elif way == "all rows":
-            assert self.counters is not None, "only the start chooses this way, with counters"
+            assert memory is not None and self.counters is not None, "only the start chooses this way, with both"
             all_rows.linear_all_rows(x, self.weight, self.added, out, memory, self.counters, self.num_sms)
         else:
             self._write_widened(x, out)

@@ -11,7 +11,6 @@ programs that follow each other, and the last of them that ends adds the parts i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,78 +20,28 @@ from torch import Tensor
 
 from executor_svc.device.interface import is_interpreted
 from executor_svc.device.stored_linear import QuantFormat
+from executor_svc.gpu.kernels.few_bits.all_rows_tiles import (
+    MOST_ROWS,
+    TILE_ROWS,
+    TILES,
+    AllRowsTile,
+    all_rows_tile,
+    share_of,
+)
 from executor_svc.gpu.kernels.few_bits.in_place import step_in_place
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsLayout, FewBitsWeight, plane_arguments
 from executor_svc.gpu.kernels.few_bits.linear import COMMON, RARE, check_arguments
 from executor_svc.gpu.kernels.variant import Variant
 
 
-@dataclass(frozen=True, slots=True)
-class AllRowsTile:
-    """All rows of x, up to `rows`, with some features, by the number of rows."""
-
-    rows: int
-    features: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-    """That run at once, by registers and shared memory."""
-
-    @property
-    def max_registers(self) -> int:
-        """Of a thread: a multiprocessor has 65,536."""
-        return min(255, _REGISTERS // (32 * self.num_warps * self.programs_per_sm))
-
-
-_REGISTERS = 65536
-_TILES = (
-    AllRowsTile(rows=32, features=128, num_warps=8, num_stages=4, programs_per_sm=2),
-    AllRowsTile(rows=64, features=128, num_warps=8, num_stages=4, programs_per_sm=2),
-    AllRowsTile(rows=128, features=128, num_warps=8, num_stages=4, programs_per_sm=1),
-    AllRowsTile(rows=256, features=128, num_warps=8, num_stages=3, programs_per_sm=1),
-)
-"""Not measured: they compile without spills in their loops."""
-_64_OF_BYTES = replace(_TILES[1], num_stages=3)
-"""Two programs with codes of 8 bits in 4 stages do not fit the shared memory."""
-TILE_ROWS = tuple(tile.rows for tile in _TILES)
-"""Maximum rows of each kernel, ascending."""
-MOST_ROWS = TILE_ROWS[-1]
-
-_LEAST_STEPS = 4
-"""Of a program."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShare:
-    """How the steps of all tiles are shared."""
-
-    programs: int
-    steps: int
-    """Of a program; the last may have fewer."""
-
-
-def all_rows_tile(rows: int, kind: QuantFormat) -> AllRowsTile:
-    """Return the tile for so many rows, up to MOST_ROWS."""
-    tile = next(tile for tile in _TILES if rows <= tile.rows)
-    return _64_OF_BYTES if tile is _TILES[1] and kind.bits == 8 else tile
-
-
-def share_of(tile: AllRowsTile, out_features: int, steps: int, num_sms: int) -> StepShare:
-    """Return how a weight's steps are shared; no program is without one."""
-    units = -(-out_features // tile.features) * steps
-    wanted = max(1, min(tile.programs_per_sm * num_sms, units // _LEAST_STEPS))
-    each = -(-units // wanted)
-    return StepShare(-(-units // each), each)
-
-
 def all_rows_sums_size(weight: FewBitsWeight, num_sms: int) -> int:
     """Return the float32 numbers that `linear_all_rows` needs as workspace for any number of rows."""
-    return max(_sums_size(weight, tile, num_sms) for tile in _TILES)
+    return max(_sums_size(weight, tile, num_sms) for tile in TILES)
 
 
 def all_rows_counters(weight: FewBitsWeight) -> int:
     """Return the int32 counters, zeros at first, that `linear_all_rows` needs."""
-    return -(-weight.rows // min(tile.features for tile in _TILES))
+    return -(-weight.rows // min(tile.features for tile in TILES))
 
 
 def _sums_size(weight: FewBitsWeight, tile: AllRowsTile, num_sms: int) -> int:
@@ -109,7 +58,7 @@ def _anew(index, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _write(total, bias, out, feature, row, out_features, rows, out_stride):
+def write_sums(total, bias, out, feature, row, out_features, rows, out_stride):
     """Write sums [FEATURES, ROWS] and the bias."""
     there = feature < out_features
     total += tl.load(bias + feature, mask=there, other=0.0)[:, None]
@@ -132,20 +81,23 @@ def _write_merged(
             part = other * 2 + (first_unit >= other * each).to(tl.int32)
             # Past the L1 cache: other programs have just written them.
             total += tl.load(sums + part.to(tl.int64) * (FEATURES * ROWS) + at, cache_modifier=".cg")
-        _write(total, bias, out, feature, row, out_features, rows, out_stride)
+        write_sums(total, bias, out, feature, row, out_features, rows, out_stride)
 
 
 @triton.jit
-def _sums_of(
+def sums_of_steps(
     x, codes, high, numbers, zeros, above, rows, out_features, in_features, steps, span, super_span,
-    feature, row, first_step, last_step,
+    first_tile, feature, row, first_step, last_step,
     BITS: tl.constexpr, VALUES: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
     SUPERS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return the product of some steps for features [F] and rows [R] of x: [F, R] float32."""
+    """Return the product of some steps for features [F] and rows [R] of x: [F, R] float32.
+
+    first_tile: where the weight begins.
+    """
     # Features beyond the weight's last tile read it again.
-    tile = tl.minimum(feature // TILE, tl.cdiv(out_features, TILE) - 1).to(tl.int64)
+    tile = first_tile + tl.minimum(feature // TILE, tl.cdiv(out_features, TILE) - 1).to(tl.int64)
     lane = feature % TILE
     row_at = x + (row * in_features)[:, None]
     row_inside = (row < rows)[:, None]
@@ -187,13 +139,13 @@ def _linear_all_rows(
         first_step = unit - tile * steps
         last_step = tl.minimum(first_step + end - unit, steps)
         feature = tile * FEATURES + place
-        total = _sums_of(
+        total = sums_of_steps(
             x, codes, high, numbers, zeros, above, rows, out_features, in_features, steps, span, super_span,
-            feature, _anew(row, PACKED), first_step, last_step,
+            0, feature, _anew(row, PACKED), first_step, last_step,
             BITS, VALUES, ZERO, OFFSETS, PAIRED, SUPERS, GROUPS, HALF, TILE, PACKED, WHOLE,
         )  # fmt: skip
         if last_step - first_step == steps:
-            _write(total, bias, out, feature, _anew(row, PACKED), out_features, rows, out_stride)
+            write_sums(total, bias, out, feature, _anew(row, PACKED), out_features, rows, out_stride)
         else:
             # Of a program the tile is the first, or begins in it.
             own = program * 2 + (first_step == 0).to(tl.int32)
@@ -262,7 +214,7 @@ def linear_all_rows(
         layout.super_span,
         share.steps,
         -(-weight.rows // tile.features) * layout.steps,
-        **_constants(layout, tile),
+        **constants_of(layout, tile),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         maxnreg=tile.max_registers,
@@ -270,7 +222,7 @@ def linear_all_rows(
     )
 
 
-def _constants(layout: FewBitsLayout, tile: AllRowsTile) -> dict[str, Any]:
+def constants_of(layout: FewBitsLayout, tile: AllRowsTile) -> dict[str, Any]:
     return layout.constants() | {
         "PACKED": not is_interpreted(),
         "WHOLE": layout.columns % (2 * layout.half) == 0,
@@ -284,19 +236,19 @@ _COLUMNS = 4096
 
 def variants() -> list[Variant]:
     """Return common formats with every tile, rare ones with the largest."""
-    largest = _TILES[-1]
+    largest = TILES[-1]
     found = [_variant(kind, all_rows_tile(rows, kind), "bf16", "bf16") for kind in COMMON for rows in TILE_ROWS]
     found += [_variant(kind, largest, "bf16", "bf16") for kind in RARE]
     found += [_variant(kind, largest, "fp16", "fp16") for kind in COMMON]
     # To logits; and with halves of 32 columns.
     narrow = _variant(COMMON[2], largest, "bf16", "bf16", columns=544)
-    return [*found, *(_variant(COMMON[1], tile, "bf16", "fp32") for tile in _TILES), narrow]
+    return [*found, *(_variant(COMMON[1], tile, "bf16", "fp32") for tile in TILES), narrow]
 
 
 def _variant(kind: QuantFormat, tile: AllRowsTile, rows: str, out: str, columns: int = _COLUMNS) -> Variant:
     layout = FewBitsLayout(kind, columns)
     planes, known = plane_arguments(layout)
-    constants = _constants(layout, tile) | known
+    constants = constants_of(layout, tile) | known
     pointers = {"x": f"*{rows}", **planes, "bias": "*fp32", "out": f"*{out}", "sums": "*fp32", "counters": "*i32"}
     sizes = (
         "rows", "out_features", "in_features", "out_stride", "steps", "span", "super_span", "each", "units",

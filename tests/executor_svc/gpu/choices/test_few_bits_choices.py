@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from executor_svc.device.stored_linear import FewBits, StoredLinear
 from executor_svc.gpu.choices.few_bits import FewBitsChoices, FewBitsProduct, FewBitsWay, FewBitsWays
 from executor_svc.gpu.choices.ways import KernelCheck, KernelChecks, KernelError
 from executor_svc.gpu.device import GpuDevice
+from executor_svc.gpu.expert_linear import StackedExperts
+from executor_svc.gpu.kernels.experts.blocks import RowBlocks
 from executor_svc.gpu.linear import SumsWorkspace
 from executor_svc.gpu.stored_linear import GpuStoredLinear
 from executor_svc.startup.fingerprint import fingerprint
@@ -98,6 +101,30 @@ def test_before_hopper_there_are_no_programs_with_all_rows(device: torch.device)
     choices.choose(checks, 33)
     assert linear.parts
     assert [name.rpartition(" rows: ")[2] for name in checks.names] == ["tiles, widened"] * 2
+
+
+def test_experts_are_measured_in_blocks(device: torch.device) -> None:
+    """Each of its rows is multiplied with its expert, by the way that was found."""
+    workspace = SumsWorkspace(device)
+    choices, blocks = FewBitsChoices(workspace, 90, SMS), [random_block(Q4_K, 70, 256, seed=seed) for seed in (1, 2)]
+    weights = [StoredLinear([BlockRows(Q4_K, block, None)], torch.bfloat16) for block in blocks]
+    made = [GpuStoredLinear("up", each, None, workspace, FewBits(), choices=choices) for each in weights]
+    experts = StackedExperts([SimpleNamespace(linear=linear, in_features=256, out_features=70) for linear in made])
+    del made
+    checks = TimedChecks(device)
+    assert choices.choose(checks, 40) == ("Q4_K 256 to 70 of 2 experts: 32: all rows, 64: all rows",)
+    shape = "experts like up Q4_K 256 to 70 of 2 experts torch.bfloat16"
+    assert checks.names == [f"{shape}, {rows} rows: tiles, all rows" for rows in (32, 64)]
+
+    counts = 40, 33
+    table = torch.tensor([[0, 0, 40, 0], [1, 40, 33, 0], [7, 7, 7, 7]], dtype=torch.int32, device=device)
+    rows = RowBlocks(table, torch.tensor([2], dtype=torch.int32, device=device), 3, 64)
+    x = torch.randn(73, 256, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).to(device)
+    out = torch.zeros(73, 70, dtype=torch.float32, device=device)
+    experts.multiply(x, out, rows, x, out, x)
+    for some, found, block in zip(x.split(counts), out.split(counts), blocks, strict=True):
+        expected = some.double() @ dequantize(block, Q4_K).to(torch.bfloat16).double().to(device).t()
+        assert (found.double() - expected).norm() / expected.norm() < 3e-5
 
 
 def test_a_way_that_is_wrong_is_not_taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,11 @@ class LLMOptions(TypedDict, total=False):
     """For weights in few bits on the CPU: off multiplies activations as they are; int8 quantizes them to 8 bits, by
     groups of 32 columns of a row; auto: int8 for every format but fp8. [default: auto]"""
 
+    few_bits_products: Literal["by-rows", "measured"] | None
+    """How a GPU multiplies weights in few bits with 17 to 256 rows in fast mode; by-rows: as was best on an H100;
+    measured: the start times every way for each shape on the GPU at hand, some seconds, and takes the fastest that is
+    right (docs/quantization.md). [default: by-rows]"""
+
     expert_weights: Literal["memory", "mapped"] | None
     """Where the weights of a mixture's experts are on the CPU: in memory, prepared for the kernels; or mapped from
     their files, of which the system keeps in memory what there is room for and reads the rest as experts are chosen.

@@ -81,6 +81,13 @@ class ExecutorConfig(SimulationOptions):
         "to 8 bits, by groups of 32 columns of a row; auto: int8 for every format but fp8.",
         json_schema_extra=about("Model"),
     )
+    few_bits_products: Literal["by-rows", "measured"] = Field(
+        "by-rows",
+        description="How a GPU multiplies weights in few bits with 17 to 256 rows in fast mode; by-rows: as was best "
+        "on an H100; measured: the start times every way for each shape on the GPU at hand, some seconds, and takes "
+        "the fastest that is right (docs/quantization.md).",
+        json_schema_extra=about("Model"),
+    )
     expert_weights: Literal["memory", "mapped"] = Field(
         "memory",
         description="Where the weights of a mixture's experts are on the CPU: in memory, prepared for the kernels; or "

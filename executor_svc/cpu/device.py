@@ -327,6 +327,9 @@ class CpuDevice:
         useful = layout.useful_blocks(config.max_num_seqs, geometry.max_model_len, config.max_num_batched_tokens)
         return _Budget(max(0, int(for_kv // layout.bytes_per_block)), useful)
 
+    def choose_kernels(self, max_rows: int) -> None:
+        """Nothing to do: the instruction set decides."""
+
     def probe_numerics(self, max_rows: int) -> None:
         for key, (name, linear, dtype) in self._linears.items():
             if self._probed.get(key, 0) >= max_rows:

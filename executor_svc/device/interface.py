@@ -134,6 +134,13 @@ class Device(Protocol):
         """Return the bytes that this process can still allocate on the device."""
         ...
 
+    def choose_kernels(self, max_rows: int) -> None:
+        """Choose, for steps of up to max_rows rows, among kernels that prepared layers may use on this machine.
+
+        Raises DeviceError naming a layer for which no kernel is right.
+        """
+        ...
+
     def probe_numerics(self, max_rows: int) -> None:
         """Check, for every shape of prepared linears, that a row's bits do not depend on its batch.
 

@@ -132,6 +132,8 @@ class FewBits:
         """The names of equal formats, and what the log calls them."""
         self.saved_bytes = 0
         """Bytes that the weights take less than in the model's dtype."""
+        self.ways: tuple[str, ...] = ()
+        """How the start has chosen to multiply them, a line for each shape; part of the numerics fingerprint."""
 
     @property
     def forms(self) -> tuple[str, ...]:

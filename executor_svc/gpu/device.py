@@ -17,6 +17,7 @@ from executor_svc.device.kernels import Embedding, Linear, TableEmbedding, Weigh
 from executor_svc.device.kv_cache import DraftLayers, KVCache, model_layout
 from executor_svc.device.pool_sizes import chosen_pages, least_of, with_states
 from executor_svc.device.stored_linear import FewBits, QuantRows, StoredLinear
+from executor_svc.gpu.choices.few_bits import FewBitsChoices
 from executor_svc.gpu.choices.store import CheckStore, about_device
 from executor_svc.gpu.choices.ways import KernelChecks
 from executor_svc.gpu.compiled.kernel_cache import use_kernel_cache
@@ -100,6 +101,9 @@ class GpuDevice:
             self.numerics, self.functions = "exact", BlockedFunctions()
             self._exact = ExactProducts(self._workspace)
             self._attention = ExactAttention(self.torch_device, arch, num_sms)
+        self._few_bits_choices: FewBitsChoices | None = None
+        if config.few_bits_products == "measured" and self._exact is None:
+            self._few_bits_choices = FewBitsChoices(self._workspace, arch, num_sms)
         self._kernels = GpuStateKernels(self.torch_device, arch, num_sms, self._attention)
         self.few_bits = FewBits()
 
@@ -185,7 +189,7 @@ class GpuDevice:
                 f"--quantization {self._quantization}: {name} of the checkpoint is in few bits already; use "
                 "--quantization none"
             )
-        return GpuStoredLinear(name, weight, bias, self._workspace, self.few_bits, self._exact)
+        return GpuStoredLinear(name, weight, bias, self._workspace, self.few_bits, self._exact, self._few_bits_choices)
 
     def _whole(self, name: str, weight: WeightRows | StoredLinear) -> Tensor:
         """Return a weight as a dense tensor."""
@@ -256,6 +260,11 @@ class GpuDevice:
         total = free if self._interpreted else torch.cuda.mem_get_info(self.torch_device)[1]
         left = 0 if self._interpreted else BYTES_FOR_GRAPHS
         return int((config.gpu_memory_utilization or MEMORY_SHARE) * total) - (total - free) - left - beside
+
+    def choose_kernels(self, max_rows: int) -> None:
+        """Time the ways of products in few bits, if the start shall, on a GPU: the interpreter's time says nothing."""
+        if self._few_bits_choices is not None and not self._interpreted:
+            self.few_bits.ways = self._few_bits_choices.choose(self.choices, max_rows)
 
     def probe_numerics(self, max_rows: int) -> None:
         """Compare products in exact mode, on a GPU: numpy, by which the interpreter multiplies, says nothing of one."""

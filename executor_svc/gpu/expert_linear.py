@@ -9,6 +9,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from executor_svc.gpu.choices.few_bits import FewBitsWays, write_of_experts
 from executor_svc.gpu.exact.linear import ExactLinear
 from executor_svc.gpu.kernels.exact.few_bits import exact_few_bits_of_experts
 from executor_svc.gpu.kernels.exact.product import exact_product_of_experts
@@ -16,7 +17,6 @@ from executor_svc.gpu.kernels.experts.blocks import RowBlocks
 from executor_svc.gpu.kernels.experts.order import order_columns
 from executor_svc.gpu.kernels.experts.product import linear_of_experts
 from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
-from executor_svc.gpu.kernels.few_bits.linear import few_bits_of_experts
 from executor_svc.gpu.kernels.quantize import quantize_rows
 from executor_svc.gpu.linear import Fp8Linear, GpuLinear, PlainLinear
 from executor_svc.gpu.stored_linear import GpuStoredLinear, PackedRows
@@ -86,6 +86,8 @@ class FewBitsExperts:
     """[E, out_features] float32."""
     exact: bool
     """Whether a row's bits must not depend on the number of rows."""
+    ways: FewBitsWays
+    """By which blocks of rows are multiplied, but in exact mode."""
     orders: Tensor | None = None
     """[E, in_features] int64: stored column j multiplies x[:, orders[expert, j]]; None: all are in order."""
 
@@ -94,13 +96,13 @@ class FewBitsExperts:
         """Take the weights, which are copied."""
         weight = FewBitsWeight.together([part.weight for part in parts])
         added = torch.stack([part.added for part in parts])
-        exact = parts[0].exact is not None
+        exact, of_experts = parts[0].exact is not None, parts[0].ways.of_experts
+        ways = FewBitsWays() if of_experts is None else of_experts(weight)
         if all(part.order is None for part in parts):
-            return cls(weight, added, exact)
+            return cls(weight, added, exact, ways)
         in_order = torch.arange(weight.columns, device=added.device)
-        return cls(
-            weight, added, exact, torch.stack([in_order if part.order is None else part.order for part in parts])
-        )
+        orders = torch.stack([in_order if part.order is None else part.order for part in parts])
+        return cls(weight, added, exact, ways, orders)
 
     @property
     def rows(self) -> int:
@@ -112,8 +114,10 @@ class FewBitsExperts:
         if self.orders is not None:
             order_columns(x, self.orders, ordered, blocks)
             x = ordered
-        multiply = exact_few_bits_of_experts if self.exact else few_bits_of_experts
-        multiply(x, self.weight, self.added, out, blocks)
+        if self.exact:
+            exact_few_bits_of_experts(x, self.weight, self.added, out, blocks)
+        else:
+            write_of_experts(self.ways.of(blocks.rows), x, self.weight, self.added, out, blocks)
 
 
 class StackedExperts:

@@ -14,12 +14,13 @@ from torch import Tensor
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.kernels import WeightRows
 from executor_svc.device.stored_linear import FewBits, QuantFormat, QuantRows, StoredLinear
+from executor_svc.gpu.choices.few_bits import FewBitsChoices, FewBitsProduct, FewBitsWays
 from executor_svc.gpu.exact.linear import ExactLinear, FewBitsTiles, multiply_few_bits
 from executor_svc.gpu.exact.products import ExactProducts
 from executor_svc.gpu.kernels.exact.few_bits import few_bits_sums_size
 from executor_svc.gpu.kernels.few_bits.layout import TILE, FewBitsWeight, is_supported
-from executor_svc.gpu.kernels.few_bits.linear import MOST_ROWS, linear_few_bits, workspace_size
-from executor_svc.gpu.kernels.few_bits.widening import rows_at_once, widen
+from executor_svc.gpu.kernels.few_bits.linear import workspace_size
+from executor_svc.gpu.kernels.few_bits.widening import rows_at_once
 from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 from executor_svc.gpu.linear import PlainLinear, SumsWorkspace, multiprocessors, new_out, result_dtype
 
@@ -39,11 +40,9 @@ def has_kernel(part: QuantRows | WeightRows, dtype: torch.dtype) -> bool:
 class PackedRows:
     """Rows of one format: multiplied by one launch, or many rows with what they are widened to."""
 
-    weight: FewBitsWeight
-    bias: Tensor | None
-    """In the model's dtype."""
-    added: Tensor
-    """The bias, or zeros, in float32."""
+    product: FewBitsProduct
+    ways: FewBitsWays
+    """By which it is multiplied, but in exact mode."""
     order: Tensor | None
     """Stored column j multiplies x[:, order[j]]."""
     exact: FewBitsTiles | None = None
@@ -52,32 +51,37 @@ class PackedRows:
     @classmethod
     def of(
         cls, weight: FewBitsWeight, bias: Tensor | None, order: Tensor | None, workspace: SumsWorkspace, num_sms: int,
-        exact: FewBitsTiles | None = None,
+        exact: FewBitsTiles | None = None, ways: FewBitsWays | None = None,
     ) -> Self:  # fmt: skip
-        """Reserve the workspace that any number of rows needs."""
+        """Reserve the workspace that any number of rows needs. bias: in the model's dtype. ways: else the usual."""
         workspace.reserve(workspace_size(weight, num_sms) if exact is None else few_bits_sums_size(weight))
         workspace.reserve(-(-rows_at_once(weight) * weight.columns // 2))
         added = torch.zeros(weight.rows, device=workspace.device) if bias is None else bias.float().contiguous()
-        return cls(weight, bias, added, order, exact)
+        ways = FewBitsWays() if ways is None else ways
+        return cls(FewBitsProduct(weight, bias, added, workspace, num_sms, ways.counters), ways, order, exact)
 
-    def multiply(self, x: Tensor, out: Tensor, workspace: Tensor | None, num_sms: int) -> None:
+    @property
+    def weight(self) -> FewBitsWeight:
+        return self.product.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """In the model's dtype."""
+        return self.product.bias
+
+    @property
+    def added(self) -> Tensor:
+        """The bias, or zeros, in float32."""
+        return self.product.added
+
+    def multiply(self, x: Tensor, out: Tensor) -> None:
         """Write x @ weight.T + bias to out, in its dtype."""
         if self.order is not None:
             x = x.index_select(1, self.order)
-        if self.exact is not None:
-            multiply_few_bits(x, self.weight, self.added, out, workspace, self.exact)
-            return
-        if len(x) <= MOST_ROWS:
-            linear_few_bits(x, self.weight, self.added, out, workspace, num_sms)
-            return
-        assert workspace is not None
-        memory, columns, rows = workspace.view(x.dtype), self.weight.columns, rows_at_once(self.weight)
-        for first in range(0, self.weight.rows, rows):
-            last = min(first + rows, self.weight.rows)
-            wide = memory[: (last - first) * columns].view(last - first, columns)
-            widen(self.weight, first, wide)
-            bias = None if self.bias is None else self.bias[first:last]
-            PlainLinear(wide, bias)(x, out[:, first:last], out.dtype)
+        if self.exact is None:
+            self.product.write(self.ways.of(len(x)), x, out)
+        else:
+            multiply_few_bits(x, self.weight, self.added, out, self.product.workspace.memory, self.exact)
 
 
 class GpuStoredLinear:
@@ -91,15 +95,16 @@ class GpuStoredLinear:
         workspace: SumsWorkspace,
         few_bits: FewBits,
         exact: ExactProducts | None = None,
+        choices: FewBitsChoices | None = None,
     ) -> None:
         """Read the weight; bias: [out_features] in the model's dtype, or None. Parts are noted in few_bits.
 
-        exact: makes what multiplies in exact mode.
+        exact: makes what multiplies in exact mode. choices: of ways that the start measures.
         """
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self._workspace, self._num_sms = workspace, multiprocessors(workspace.device)
-        self._exact = exact
+        self._exact, self._choices = exact, choices
         self.parts: list[PackedRows | PlainLinear | ExactLinear] = []
         first = 0
         for key, some in groupby(weight.parts, key=lambda part: _launch_of(part, weight.dtype)):
@@ -127,7 +132,8 @@ class GpuStoredLinear:
             few_bits.add(source, self.dtype, "weights alone", weight.num_bytes * source.shape[0] // rows)
         order = None if order is None else order.to(device)
         exact = None if self._exact is None else self._exact.few_bits(name, weight, self.dtype)
-        return PackedRows.of(weight, bias, order, self._workspace, self._num_sms, exact)
+        ways = None if self._choices is None else self._choices.ways_of(name, weight, self.dtype)
+        return PackedRows.of(weight, bias, order, self._workspace, self._num_sms, exact, ways)
 
     def _dense(
         self, name: str, sources: Sequence[QuantRows | WeightRows], bias: Tensor | None, few_bits: FewBits
@@ -152,7 +158,7 @@ class GpuStoredLinear:
             last = first + (part.weight.rows if isinstance(part, PackedRows) else part.out_features)
             own = out[:, first:last]
             if isinstance(part, PackedRows):
-                part.multiply(x, own, self._workspace.memory, self._num_sms)
+                part.multiply(x, own)
             else:
                 part(x, own, dtype)
             first = last

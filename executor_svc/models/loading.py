@@ -385,9 +385,11 @@ def _check_activations(config: ExecutorConfig, device: Device) -> None:
 
 
 def _probe(device: Device, max_rows: int) -> None:
-    """In exact mode, check that a row's bits do not depend on its batch on this machine, for steps up to max_rows rows.
+    """Let the device choose kernels for steps up to max_rows rows.
 
-    Raises NumericsError, naming the shape that fails and `--numerics fast`.
+    In exact mode, check that a row's bits do not depend on its batch on this machine. Raises NumericsError, naming the
+    shape that fails and `--numerics fast`.
     """
+    device.choose_kernels(max_rows)
     if device.numerics == "exact":
         device.probe_numerics(max_rows)

@@ -38,6 +38,8 @@ def fingerprint(
         parts += (f"{loaded.ranks.share.size} ranks",)
     if device.few_bits.forms:
         parts += (device.few_bits.forms,)
+    if device.few_bits.ways:
+        parts += (device.few_bits.ways,)
     versions = device.versions
     if grammar is not None:
         versions = (*versions, grammar.library)

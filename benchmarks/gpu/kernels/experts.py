@@ -147,6 +147,7 @@ def _make(
 ) -> tuple[DenseExperts | FewBitsExperts, Tensor]:
     """Return the weights of all experts, and those of the first few in bf16: [_CHECKED, rows, columns]."""
     from executor_svc.device.dequantize import dequantize
+    from executor_svc.gpu.choices.few_bits import FewBitsWays
     from executor_svc.gpu.expert_linear import DenseExperts, FewBitsExperts
     from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
     from executor_svc.gpu.linear import SumsWorkspace, make_linear
@@ -168,7 +169,7 @@ def _make(
     if made:
         return DenseExperts.of(made), torch.stack(sample)
     zeros = torch.zeros(num_experts, rows, device=bench.device)
-    return FewBitsExperts(FewBitsWeight.together(packed), zeros, exact=False), torch.stack(sample)
+    return FewBitsExperts(FewBitsWeight.together(packed), zeros, False, FewBitsWays()), torch.stack(sample)
 
 
 def _bytes_of(experts: DenseExperts | FewBitsExperts) -> int:

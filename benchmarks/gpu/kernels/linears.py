@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from benchmarks.gpu.cases import Bench, Case, Group, Metrics
 
 if TYPE_CHECKING:
     from executor_svc.device.stored_linear import QuantBlock, QuantFormat
+    from executor_svc.gpu.choices.few_bits import FewBitsWay
     from executor_svc.gpu.linear import Quantization
 
 _LAYERS = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
@@ -71,8 +72,8 @@ _LARGEST_FEW_BITS_ERROR = 0.01
 
 
 def few_bits_cases(tiny: bool) -> Sequence[Case]:
-    """Every format, by rows and layer."""
-    layers, counts = (_TINY_FEW_BITS_LAYERS, (3,)) if tiny else (_LAYERS, (1, 16, 64, 256, 2048))
+    """Every format, by rows and layer: those numbers of rows first that have several ways."""
+    layers, counts = (_TINY_FEW_BITS_LAYERS, (3, 17)) if tiny else (_LAYERS, (64, 256, 128, 192, 32, 17, 16, 1, 2048))
     return [_few_bits_case(kind, layer, *layers[layer], rows) for rows in counts for kind in _KINDS for layer in layers]
 
 
@@ -81,11 +82,12 @@ def _few_bits_case(kind: str, layer: str, in_features: int, out_features: int, r
         "weights": kind, "layer": layer, "rows": rows, "in_features": in_features, "out_features": out_features,
     }  # fmt: skip
     name = f"{kind} {layer} {in_features} to {out_features}, {rows} rows"
-    return Case(name, params, lambda bench: _time_few_bits(bench, kind, in_features, out_features, rows), 4.0)
+    return Case(name, params, lambda bench: _time_few_bits(bench, kind, in_features, out_features, rows), 5.0)
 
 
 def _time_few_bits(bench: Bench, name: str, in_features: int, out_features: int, rows: int) -> Metrics:
     from executor_svc.device.dequantize import dequantize
+    from executor_svc.gpu.choices.few_bits import FewBitsChoices, FewBitsWays
     from executor_svc.gpu.kernels.few_bits.layout import FewBitsWeight
     from executor_svc.gpu.linear import SumsWorkspace, multiprocessors
     from executor_svc.gpu.stored_linear import PackedRows
@@ -96,31 +98,44 @@ def _time_few_bits(bench: Bench, name: str, in_features: int, out_features: int,
     weight.write(0, block)
     wide = dequantize(block, kind).to(torch.bfloat16)
     num_sms, workspace = multiprocessors(bench.device), SumsWorkspace(bench.device)
-    packed = PackedRows.of(weight, None, None, workspace, num_sms)
+    choices = FewBitsChoices(workspace, _arch(bench.device), num_sms)
+    measured = choices.ways_of(name, weight, torch.bfloat16)
+    packed = PackedRows.of(weight, None, None, workspace, num_sms, ways=measured)
 
-    def narrow(x: Tensor, out: Tensor) -> None:
-        packed.multiply(x, out, workspace.memory, num_sms)
+    def by(way: FewBitsWay) -> Callable[[Tensor, Tensor], None]:
+        return lambda x, out: packed.product.write(way, x, out)
 
     def plain(x: Tensor, out: Tensor) -> None:
         torch.mm(x, wide.t(), out=out)
 
     x = torch.randn(rows, in_features, device=bench.device).to(torch.bfloat16)
     found, expected = (torch.empty(rows, out_features, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
-    narrow(x, found)
     plain(x, expected)
-    _check(name, found, expected)
-    seconds, plain_s = (
-        bench.clock.seconds(lambda each=each, out=out: each(x, out))  # type: ignore[misc]
-        for each, out in ((narrow, found), (plain, expected))
-    )
+    plain_s, usual, times = bench.clock.seconds(lambda: plain(x, expected)), FewBitsWays().of(rows), Metrics()
+    for way in choices.ways_for(rows):
+        by(way)(x, found)
+        _check(f"{name} by {way}", found, expected)
+        seconds = bench.clock.seconds(lambda way=way: by(way)(x, found))  # type: ignore[misc]
+        times[f"{way.replace(' ', '_')}_us"] = 1e6 * seconds
+    seconds = 1e-6 * times[f"{usual}_us"]
     return {
         "us": 1e6 * seconds,
         "bf16_us": 1e6 * plain_s,
         "speedup": plain_s / seconds,
+        "best_speedup": 1e6 * plain_s / min(times.values()),
+        **times,
         "percent_of_copy": 100 * weight.num_bytes / seconds / bench.ceilings.copy,
         "bf16_percent_of_copy": 100 * wide.nbytes / plain_s / bench.ceilings.copy,
         "tflop_per_s": 2e-12 * rows * in_features * out_features / seconds,
     }
+
+
+def _arch(device: torch.device) -> int:
+    """Compute capability, such as 90; of the GPU that the interpreter simulates, without one."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _check(name: str, found: Tensor, expected: Tensor) -> None:
@@ -173,4 +188,4 @@ def random_block(kind: QuantFormat, rows: int, columns: int, device: torch.devic
     return QuantBlock(codes, numbers(groups), zero_points=zeros)
 
 
-FEW_BITS = Group("few-bits", "linear layers with weights in few bits beside bf16", few_bits_cases, limit_s=90)
+FEW_BITS = Group("few-bits", "linear layers with weights in few bits beside bf16", few_bits_cases, limit_s=240)

@@ -27,6 +27,8 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 2
     fp_fusion: bool = True
+    max_registers: int | None = None
+    """Of a thread, so that more programs fit a multiprocessor; None: ptxas decides."""
     archs: tuple[int, ...] = ALL_ARCHS
     no_spills: bool = False
     """Whether it must compile without register spills, on every arch."""

@@ -133,6 +133,11 @@ def layers_of(model: DraftModel, device: Device, num_parameters: int, few_bits: 
 
 
 def probe(config: ExecutorConfig, device: Device) -> None:
-    """In exact mode, check the draft's linears, too: a replayed step must make the same drafts again."""
+    """Let the device choose kernels for the draft, too.
+
+    In exact mode, check its linears: a replayed step must make the same drafts again.
+    """
+    max_rows = max(config.max_num_batched_tokens, config.max_num_seqs)
+    device.choose_kernels(max_rows)
     if device.numerics == "exact":
-        device.probe_numerics(max(config.max_num_batched_tokens, config.max_num_seqs))
+        device.probe_numerics(max_rows)

@@ -92,6 +92,7 @@ def compile_variant(variant: Variant, arch: int) -> Build:
                     "num_warps": variant.num_warps,
                     "num_stages": variant.num_stages,
                     "enable_fp_fusion": variant.fp_fusion,
+                    "maxnreg": variant.max_registers,
                 },
             )
         except Exception as error:

@@ -11,27 +11,13 @@ import triton
 import triton.language as tl
 
 from executor_svc.gpu.kernels.experts.blocks import block_of
-from executor_svc.gpu.kernels.few_bits.numbers import pair, scales_and_offsets
+from executor_svc.gpu.kernels.few_bits.numbers import column_of, scales_and_offsets
 from executor_svc.gpu.kernels.few_bits.unpacking import codes_of, values_of
 
 _BFLOAT16_TWO = tl.constexpr((tl.bfloat16, tl.bfloat16))
 _BFLOAT16_THREE = tl.constexpr((tl.bfloat16, tl.bfloat16, tl.bfloat16))
 _FLOAT16_TWO = tl.constexpr((tl.float16, tl.float16))
 _FLOAT16_THREE = tl.constexpr((tl.float16, tl.float16, tl.float16))
-
-
-@triton.jit
-def _column(numbers, COUNT: tl.constexpr, INDEX: tl.constexpr):
-    """Return column INDEX of numbers [F, COUNT], COUNT up to 4, or of [F] where COUNT is 1."""
-    found = numbers
-    if COUNT == 2:
-        even, odd = pair(numbers, 2)
-        found = odd if INDEX % 2 else even
-    elif COUNT == 4:
-        even, odd = pair(numbers, 4)
-        even, odd = pair(odd if INDEX % 2 else even, 2)
-        found = odd if INDEX // 2 % 2 else even
-    return found
 
 
 @triton.jit
@@ -151,9 +137,9 @@ def _add_step(
             part, sums = _product(second, ones, more, part, sums, HAS_OFFSET)
         else:
             upper, others = _product(second, ones, more, nothing, nothing, HAS_OFFSET)
-            scale_at, offset_at = _column(scale, GROUPS, 2 * sub + 1), _column(offset, GROUPS, 2 * sub + 1)
+            scale_at, offset_at = column_of(scale, GROUPS, 2 * sub + 1), column_of(offset, GROUPS, 2 * sub + 1)
             total = _add_scaled(total, upper, others, scale_at, offset_at, HAS_OFFSET)
-        scale_at, offset_at = _column(scale, GROUPS, 2 * sub), _column(offset, GROUPS, 2 * sub)
+        scale_at, offset_at = column_of(scale, GROUPS, 2 * sub), column_of(offset, GROUPS, 2 * sub)
         total = _add_scaled(total, part, sums, scale_at, offset_at, HAS_OFFSET)
     return total
 

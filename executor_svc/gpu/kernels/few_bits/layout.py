@@ -181,6 +181,13 @@ class FewBitsWeight:
         found._planes = {name: torch.cat([each._planes[name] for each in weights]) for name in weights[0]._planes}
         return found
 
+    def of_expert(self, index: int) -> FewBitsWeight:
+        """Return the weight of one of `together`, in the same memory."""
+        found, tiles = copy(self), -(-self.rows // TILE)
+        found.num_experts = None
+        found._planes = {name: plane[index * tiles : (index + 1) * tiles] for name, plane in self._planes.items()}
+        return found
+
     @property
     def num_bytes(self) -> int:
         """Of all planes, with what they are filled up with."""

@@ -277,7 +277,7 @@ COMMON = (
     QuantFormat("w8a8", 8, _COLUMNS, zero=128, scale="bfloat16"),
 )
 """Formats that models have most."""
-_RARE = (
+RARE = (
     QuantFormat("Q4_1", 4, 32, offsets="minimum"),
     QuantFormat("Q5_0", 5, 32, zero=16),
     QuantFormat("Q5_1", 5, 32, offsets="minimum"),
@@ -295,14 +295,14 @@ _RARE = (
 def variants() -> list[Variant]:
     """Return common formats with every tile, rare ones with the least and the largest."""
     found = [variant_of(kind, tile, "bf16", "bf16") for kind in COMMON for tile in _tiles(kind)]
-    found += [variant_of(kind, tile, "bf16", "bf16") for kind in _RARE for tile in (_tiles(kind)[0], _tiles(kind)[-1])]
+    found += [variant_of(kind, tile, "bf16", "bf16") for kind in RARE for tile in (_tiles(kind)[0], _tiles(kind)[-1])]
     for kind in COMMON:
         found.append(variant_of(kind, _tiles(kind)[0], "bf16", "fp32", partial=True))
         found.append(variant_of(kind, _tiles(kind)[0], "fp16", "fp16"))
     # To logits; and with halves of 32 columns.
     found += [variant_of(COMMON[1], tile, "bf16", "fp32") for tile in _tiles(COMMON[1])]
     found += [variant_of(kind, _TILES[0], "bf16", "bf16", columns=576) for kind in COMMON[2:4]]
-    of_experts = [(kind, TILE_ROWS) for kind in (COMMON[0], _RARE[6])]
+    of_experts = [(kind, TILE_ROWS) for kind in (COMMON[0], RARE[6])]
     of_experts += [(kind, (TILE_ROWS[0], TILE_ROWS[-1])) for kind in COMMON[1:]]
     for kind, counts in of_experts:
         tiles = [tile_of_experts(rows, kind) for rows in counts]

@@ -20,10 +20,27 @@ def floats_of(stored):
 
 
 @triton.jit
-def _load(at, row, COUNT: tl.constexpr):
-    """Return the numbers of rows [F] of a plane: [F], or [F, COUNT]."""
+def _parts_of(word, dtype: tl.constexpr):
+    """Return the numbers [F, 2] of 16 bits, or [F, 4] of 8, in words [F] uint32."""
+    if dtype.primitive_bitwidth == 16:
+        found = tl.join(word & 0xFFFF, word >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    else:
+        even, odd = tl.join(word & 0xFF, word >> 16 & 0xFF), tl.join(word >> 8 & 0xFF, word >> 24)
+        found = tl.reshape(tl.join(even, odd), (word.shape[0], 4)).to(tl.uint8).to(dtype, bitcast=True)
+    return found
+
+
+@triton.jit
+def _load(at, row, COUNT: tl.constexpr, WORDS: tl.constexpr):
+    """Return the numbers of rows [F] of a plane: [F], or [F, COUNT].
+
+    WORDS: 4 bytes of a row are loaded as one number, which can be copied to shared memory ahead of its use, however
+    many threads share the rows.
+    """
     if COUNT == 1:
         found = tl.load(at + row)
+    elif WORDS and COUNT * at.dtype.element_ty.primitive_bitwidth == 32:
+        found = _parts_of(tl.load(at.to(tl.pointer_type(tl.uint32)) + row), at.dtype.element_ty)
     else:
         found = tl.load(at + row[:, None] * COUNT + tl.arange(0, COUNT)[None, :])
     return found
@@ -37,6 +54,19 @@ def pair(numbers, COUNT: tl.constexpr):
     else:
         even, odd = tl.split(tl.reshape(numbers, (numbers.shape[0], COUNT // 2, 2)))
     return even, odd
+
+
+@triton.jit
+def column_of(numbers, COUNT: tl.constexpr, INDEX: tl.constexpr):
+    """Return column INDEX of numbers [F, COUNT], COUNT up to 8, or of [F] where COUNT is 1."""
+    found = numbers
+    if COUNT == 2:
+        even, odd = pair(numbers, 2)
+        found = odd if INDEX % 2 else even
+    elif COUNT > 2:
+        even, odd = pair(numbers, COUNT)
+        found = column_of(odd if INDEX % 2 else even, COUNT // 2, INDEX // 2)
+    return found
 
 
 @triton.jit
@@ -89,28 +119,32 @@ def _scaled(numbers, above, GROUPS: tl.constexpr):
 def scales_and_offsets(
     numbers, zeros, above, row, super_row,
     OFFSETS: tl.constexpr, PAIRED: tl.constexpr, SUPERS: tl.constexpr, GROUPS: tl.constexpr,
+    WORDS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return scales and offsets of a step, [F, GROUPS] float32; without offsets, the scales twice."""
+    """Return scales and offsets of a step, [F, GROUPS] float32; without offsets, the scales twice.
+
+    WORDS: as of `_load`.
+    """
     if PAIRED:
-        stored, beside = pair(_load(numbers, row, 2 * GROUPS), 2 * GROUPS)
+        stored, beside = pair(_load(numbers, row, 2 * GROUPS, WORDS), 2 * GROUPS)
         scale, offset = floats_of(stored), floats_of(beside)
     else:
-        scale = floats_of(_load(numbers, row, GROUPS))
+        scale = floats_of(_load(numbers, row, GROUPS, WORDS))
         offset = scale
         if OFFSETS == "zero_point":
-            offset = _load(zeros, row, GROUPS).to(tl.float32)
+            offset = _load(zeros, row, GROUPS, WORDS).to(tl.float32)
     if SUPERS and PAIRED:
-        super_scale, super_offset = pair(_load(above, super_row, 2), 2)
+        super_scale, super_offset = pair(_load(above, super_row, 2, WORDS), 2)
         scale = _scaled(scale, floats_of(super_scale), GROUPS)
         offset = _scaled(offset, floats_of(super_offset), GROUPS)
     elif SUPERS:
-        scale = _scaled(scale, _load(above, super_row, 1), GROUPS)
+        scale = _scaled(scale, _load(above, super_row, 1, WORDS), GROUPS)
     return scale, offset
 
 
 @triton.jit
-def _numbers(raised, scale, offset, VALUES: tl.constexpr, OFFSETS: tl.constexpr, MAGIC: tl.constexpr):
-    """Return the numbers [F, HALF] of codes that were raised by MAGIC; `offset` as of `_moved`."""
+def numbers_of(raised, scale, offset, VALUES: tl.constexpr, OFFSETS: tl.constexpr, MAGIC: tl.constexpr):
+    """Return the numbers [F, HALF] of codes that were raised by MAGIC; `offset` as of `moved`."""
     if VALUES != "integer":
         found = raised * scale
     elif OFFSETS == "minimum":
@@ -124,8 +158,8 @@ def _numbers(raised, scale, offset, VALUES: tl.constexpr, OFFSETS: tl.constexpr,
 
 
 @triton.jit
-def _moved(scale, offset, ZERO: tl.constexpr, OFFSETS: tl.constexpr, MAGIC: tl.constexpr):
-    """Return the offsets of groups as `_numbers` needs them."""
+def moved(scale, offset, ZERO: tl.constexpr, OFFSETS: tl.constexpr, MAGIC: tl.constexpr):
+    """Return the offsets of groups as `numbers_of` needs them."""
     if OFFSETS == "minimum":
         found = offset
     else:
@@ -150,9 +184,9 @@ def weight_of_step(
     row = (tile * tl.cdiv(steps, span) + step // span) * TILE + lane
     super_row = (tile * tl.cdiv(steps, super_span) + step // super_span) * TILE + lane
     scale, offset = scales_and_offsets(numbers, zeros, above, row, super_row, OFFSETS, PAIRED, SUPERS, GROUPS)
-    offset = _moved(scale, offset, ZERO, OFFSETS, MAGIC)
+    offset = moved(scale, offset, ZERO, OFFSETS, MAGIC)
     first_scale, second_scale = _spread_halves(scale, GROUPS, HALF)
     first_offset, second_offset = _spread_halves(offset, GROUPS, HALF)
-    first = _numbers(first, first_scale, first_offset, VALUES, OFFSETS, MAGIC)
-    second = _numbers(second, second_scale, second_offset, VALUES, OFFSETS, MAGIC)
+    first = numbers_of(first, first_scale, first_offset, VALUES, OFFSETS, MAGIC)
+    second = numbers_of(second, second_scale, second_offset, VALUES, OFFSETS, MAGIC)
     return first, second

@@ -6,6 +6,8 @@ added to it, in the second byte of the bits of 32768 one of 8. The numbers so ra
 
 from __future__ import annotations
 
+import re
+
 import triton
 import triton.language as tl
 
@@ -32,10 +34,10 @@ shl.b32 more, more, 4;
 and.b32 more, more, MASK;
 or.b32 low, low, more;
 mov.b32 magic, 0x4300;"""
-_FOUR_BITS = tl.constexpr(_NIBBLES.replace("MORE", ""))
-_FIVE_BITS = tl.constexpr(_NIBBLES.replace("MORE", _MORE.replace("MASK", "0x10101010")))
-_SIX_BITS = tl.constexpr(_NIBBLES.replace("MORE", _MORE.replace("MASK", "0x30303030")))
-_EIGHT_BITS = tl.constexpr("""{
+FOUR_BITS = tl.constexpr(_NIBBLES.replace("MORE", ""))
+FIVE_BITS = tl.constexpr(_NIBBLES.replace("MORE", _MORE.replace("MASK", "0x10101010")))
+SIX_BITS = tl.constexpr(_NIBBLES.replace("MORE", _MORE.replace("MASK", "0x30303030")))
+EIGHT_BITS = tl.constexpr("""{
 .reg .b32 magic;
 mov.b32 magic, 0x4700;
 prmt.b32 $0, $4, magic, 0x5404;
@@ -44,7 +46,7 @@ prmt.b32 $2, $4, magic, 0x5424;
 prmt.b32 $3, $4, magic, 0x5434;
 }""")
 # Sign, exponent and fraction in their places: 2 ** 120 times too small, as the biases are 7 and 127.
-_E4M3 = tl.constexpr("""{
+E4M3 = tl.constexpr("""{
 .reg .b32 byte;
 prmt.b32 byte, $4, 0, 0x0444;
 shr.s32 byte, byte, 4;
@@ -59,9 +61,15 @@ prmt.b32 byte, $4, 0, 0x3444;
 shr.s32 byte, byte, 4;
 and.b32 $3, byte, 0x87F00000;
 }""")
-_FROM_WORD = tl.constexpr("=r,=r,=r,=r,r")
-_FROM_NIBBLES = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r")
+FROM_WORD = tl.constexpr("=r,=r,=r,=r,r")
+FROM_NIBBLES = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r")
 _FROM_PLANES = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r")
+
+
+def with_middle_swapped(assembly: str) -> str:
+    """Return the instructions for codes of four bytes with the second and the third of each four results swapped."""
+    outputs = {1: 2, 2: 1, 5: 6, 6: 5}
+    return re.sub(r"\$([1256])\b", lambda found: f"${outputs[int(found[1])]}", assembly)
 
 
 @triton.jit
@@ -101,10 +109,10 @@ def _of_bytes(codes, row, VALUES: tl.constexpr, HALF: tl.constexpr):
     words = _words(codes, row, HALF, HALF)
     types: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
     if VALUES == "e4m3":
-        first, second, third, fourth = tl.inline_asm_elementwise(_E4M3, _FROM_WORD, [words], types, True, 1)
+        first, second, third, fourth = tl.inline_asm_elementwise(E4M3, FROM_WORD, [words], types, True, 1)
         found = _side_by_side(first, second, third, fourth, HALF) * 1329227995784915872903807060280344576.0  # 2 ** 120
     else:
-        first, second, third, fourth = tl.inline_asm_elementwise(_EIGHT_BITS, _FROM_WORD, [words], types, True, 1)
+        first, second, third, fourth = tl.inline_asm_elementwise(EIGHT_BITS, FROM_WORD, [words], types, True, 1)
         found = _side_by_side(first, second, third, fourth, HALF)
     return found
 
@@ -115,12 +123,12 @@ def _of_nibbles(codes, high, row, BITS: tl.constexpr, HALF: tl.constexpr):
     words = _words(codes, row, HALF, HALF)
     types: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32)
     if BITS == 4:
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(_FOUR_BITS, _FROM_NIBBLES, [words], types, True, 1)
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(FOUR_BITS, FROM_NIBBLES, [words], types, True, 1)
     else:
         count: tl.constexpr = 2 * HALF * (BITS - 4) // 8
         more = _words(high, row, count, HALF)
         shift = (tl.arange(0, HALF // 4) // (count // 4) * (BITS - 4))[None, :]
-        asm: tl.constexpr = _FIVE_BITS if BITS == 5 else _SIX_BITS
+        asm: tl.constexpr = FIVE_BITS if BITS == 5 else SIX_BITS
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(asm, _FROM_PLANES, [words, more, shift], types, True, 1)
     return _side_by_side(a, b, c, d, HALF), _side_by_side(e, f, g, h, HALF)
 

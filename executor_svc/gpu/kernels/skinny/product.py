@@ -1,0 +1,387 @@
+"""Products of 1 to 16 rows and a weight in 16 bits, with what stands beside them in a layer, in one launch.
+
+With so few rows the time is that of reading the weight, which each program reads once, 16 bytes at a time. Where tiles
+are too few to fill the GPU, a tile's columns are in parts; the last of its programs to end adds them in their order,
+as in decision 0053. Before the product a row is normalized, by sums of squares that the kernel before has left; behind
+it a gate is applied, or the residual added. All rounds where transformers rounds.
+
+A tile always has 16 rows, and tiles and parts depend on the weight and the GPU alone: so a row's bits do not depend on
+the rows beside it, up to 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from executor_svc.device.kernels import GatedActivation
+from executor_svc.gpu.kernels.activation import gelu_tanh, silu
+from executor_svc.gpu.kernels.norm import scaled_sum, weighted
+from executor_svc.gpu.kernels.rows import DTYPES, check
+from executor_svc.gpu.kernels.skinny.tiles import (
+    GATED_NARROW,
+    GATED_WIDE,
+    NARROW,
+    ROWS,
+    WIDE,
+    SkinnyPlan,
+    SkinnyScratch,
+    SkinnyTile,
+)
+from executor_svc.gpu.kernels.variant import Variant
+
+Ending = Literal["plain", "residual", "silu", "gelu_tanh"]
+"""What becomes of a product: itself, a sum with the residual, or a gated activation."""
+_ENDINGS: tuple[Ending, ...] = get_args(Ending)
+_MOST_SQUARES = 512
+"""Tiles of a residual: their sums of squares are read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowNorm:
+    """The RMS norm that rows of x are given first."""
+
+    weight: Tensor
+    """[in_features], in the dtype of x or float32, with the meaning of `norm.rms_norm`."""
+    eps: float
+    squares: Tensor
+    """[tiles, 16] float32: the sum of the squares of each row, by tiles of columns."""
+
+
+@triton.jit
+def _normed(x, root, weight_at, there):
+    """Return rows x [ROWS, INNER] / root [ROWS] * weight, rounded as a norm of whole rows is."""
+    return weighted(x.to(tl.float32), root, tl.load(weight_at, mask=there, other=0.0), x.dtype)
+
+
+@triton.jit
+def _root_of(squares, num_squares, row, eps, in_features, ROWS: tl.constexpr, SQUARES: tl.constexpr):
+    """Return the root mean square [ROWS] of rows, from their sums of squares by tile; tiles in a fixed order."""
+    tile = tl.arange(0, SQUARES)
+    some = tl.load(squares + tile[:, None] * ROWS + row[None, :], mask=(tile < num_squares)[:, None], other=0.0)
+    return tl.sqrt_rn(tl.div_rn(tl.sum(some, 0), in_features.to(tl.float32)) + eps)
+
+
+@triton.jit
+def _store_squares(squares, tile, row, x, inside, ROWS: tl.constexpr):
+    """Write the sum of the squares of each row of x [ROWS, FEATURES]."""
+    wide = tl.where(inside, x.to(tl.float32), 0.0)
+    tl.store(squares + tile * ROWS + row, tl.sum(wide * wide, 1))
+
+
+@triton.jit
+def _finish(
+    total, up, bias, out, squares_out, scale, tile, row, feature, rows, out_features,
+    SCALED: tl.constexpr, ENDING: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile [ROWS, FEATURES] of the result; up: of a gated one, else anything."""
+    dtype = out.dtype.element_ty
+    inside = (row < rows)[:, None] & (feature < out_features)[None, :]
+    at = out + row[:, None] * out_features + feature[None, :]
+    if bias is not None:
+        total += tl.load(bias + feature, mask=feature < out_features, other=0.0).to(tl.float32)[None, :]
+        if ENDING >= 2:
+            up += tl.load(bias + out_features + feature, mask=feature < out_features, other=0.0).to(tl.float32)[None, :]
+    result = total.to(dtype)
+    if ENDING == 1:
+        result = scaled_sum(result, tl.load(at, mask=inside, other=0.0), scale, SCALED)
+        _store_squares(squares_out, tile, row, result, inside, ROWS)
+    elif ENDING >= 2:
+        wide = result.to(tl.float32)
+        activated = silu(wide) if ENDING == 2 else gelu_tanh(wide)
+        result = (activated.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(at, result, mask=inside)
+
+
+@triton.jit
+def _added(at, there, PARTS: tl.constexpr, STRIDE: tl.constexpr):
+    """Return the sum of the parts of a tile, in their order; past the L1 cache, as other programs wrote them."""
+    total = tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(at + part * STRIDE, mask=there, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit(do_not_specialize=["rows", "num_squares"])
+def skinny_kernel(
+    x, weight, norm, squares, bias, out, squares_out, sums, counters, rows, out_features, in_features, part,
+    num_squares, eps, scale, SCALED: tl.constexpr, ENDING: tl.constexpr, PARTS: tl.constexpr, SQUARES: tl.constexpr,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of features of all rows; with PARTS, a part of its columns. ENDING: index of `Ending`.
+
+    The gate of feature f is row f of the weight, and what it is multiplied with row out_features + f.
+    """
+    tile = tl.program_id(0)
+    piece = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    feature = tile * FEATURES + tl.arange(0, FEATURES)
+    inner = tl.arange(0, INNER)
+    known = tl.minimum(feature, out_features - 1).to(tl.int64)
+    begin = piece * part
+    end = tl.minimum(begin + part, in_features)
+    x_at = x + row[:, None] * in_features + inner[None, :]
+    weight_at = weight + known[:, None] * in_features + inner[None, :]
+    up_at = weight_at + out_features.to(tl.int64) * in_features
+    if norm is not None:
+        root = _root_of(squares, num_squares, row, eps, in_features, ROWS, SQUARES)
+    total = tl.zeros((ROWS, FEATURES), tl.float32)
+    up = tl.zeros((ROWS, FEATURES), tl.float32)
+    for first in range(begin, end, INNER):
+        there = first + inner < end
+        narrow = tl.load(weight_at + first, mask=there[None, :], other=0.0)
+        some = tl.load(x_at + first, mask=(row < rows)[:, None] & there[None, :], other=0.0)
+        if norm is not None:
+            some = _normed(some, root, norm + first + inner, there)
+        total = tl.dot(some, tl.trans(narrow), total, input_precision="ieee")
+        if ENDING >= 2:
+            second = tl.load(up_at + first, mask=there[None, :], other=0.0)
+            up = tl.dot(some, tl.trans(second), up, input_precision="ieee")
+    if PARTS == 1:
+        _finish(
+            total, up, bias, out, squares_out, scale, tile, row, feature, rows, out_features, SCALED, ENDING, ROWS
+        )  # fmt: skip
+    else:
+        size: tl.constexpr = ROWS * FEATURES
+        both: tl.constexpr = 2 * size if ENDING >= 2 else size
+        at = row[:, None] * FEATURES + tl.arange(0, FEATURES)[None, :]
+        first_at = sums + tile * (PARTS * both) + at
+        row_there = (row < rows)[:, None]
+        tl.store(first_at + piece * both, total, mask=row_there)
+        if ENDING >= 2:
+            tl.store(first_at + (piece * both + size), up, mask=row_there)
+        # Sums of all threads are written before one thread counts, and read after.
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == PARTS - 1:
+            tl.store(counters + tile, 0)
+            total = _added(first_at, row_there, PARTS, both)
+            if ENDING >= 2:
+                up = _added(first_at + size, row_there, PARTS, both)
+            _finish(
+                total, up, bias, out, squares_out, scale, tile, row, feature, rows, out_features, SCALED, ENDING, ROWS
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _square_rows(x, squares, rows, columns, ROWS: tl.constexpr, FEATURES: tl.constexpr):
+    tile = tl.program_id(0)
+    row = tl.arange(0, ROWS)
+    column = tile * FEATURES + tl.arange(0, FEATURES)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    _store_squares(squares, tile, row, value, inside, ROWS)
+
+
+def square_rows(x: Tensor, squares: Tensor, plan: SkinnyPlan) -> None:
+    """Write the sums of squares of x [T, columns], T up to 16, by the tiles of a product whose result has its columns.
+
+    squares: [tiles, 16] float32.
+    """
+    _check_rows(x)
+    check("squares", squares, (plan.num_tiles, ROWS), torch.float32)
+    if len(x):
+        constants = _square_constants(plan.tile)
+        _square_rows[(plan.num_tiles,)](x, squares, len(x), x.shape[1], **constants, **_SQUARE_OPTIONS)
+
+
+def skinny_product(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scratch: SkinnyScratch,
+    plan: SkinnyPlan,
+    norm: RowNorm | None = None,
+    bias: Tensor | None = None,
+    activation: GatedActivation | None = None,
+    squares: Tensor | None = None,
+    scale: float = 1.0,
+) -> None:
+    """Write a product of x to out: of its norm, if there is one, and with what follows a product in a layer.
+
+    Args:
+        x: [T, in_features] in 16 bits, T from 0 to 16; in_features is a multiple of 16.
+        weight: [out_features, in_features]; with an activation [2 * out_features, in_features], gates first.
+        out: [T, out_features]: the product, rounded once; with an activation activation(gate) * up; with squares the
+            residual, to which the product times scale is added.
+        scratch: of any products of the stream.
+        plan: of the weight.
+        bias: [rows of the weight] in the dtype of x.
+        squares: [tiles, 16] float32, for the sums of squares of the new residual.
+
+    All are in the dtype of x and contiguous, but for what norm has. Raises ValueError naming the argument.
+    """
+    ending: Ending = activation or ("plain" if squares is None else "residual")
+    _check(x, weight, out, scratch, plan, norm, bias, squares, ending)
+    if not len(x):
+        return
+    skinny_kernel[(plan.num_tiles, plan.parts)](
+        x,
+        weight,
+        None if norm is None else norm.weight,
+        None if norm is None else norm.squares,
+        bias,
+        out,
+        squares,
+        scratch.sums,
+        scratch.counters,
+        len(x),
+        out.shape[1],
+        x.shape[1],
+        plan.part,
+        0 if norm is None else len(norm.squares),
+        0.0 if norm is None else float(norm.eps),
+        float(scale),
+        **_constants(plan.tile, plan.parts, ending, scale != 1.0, 0 if norm is None else len(norm.squares)),
+        num_warps=plan.tile.num_warps,
+        num_stages=plan.tile.num_stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _constants(tile: SkinnyTile, parts: int, ending: Ending, scaled: bool, num_squares: int) -> dict[str, Any]:
+    return {
+        "SCALED": scaled,
+        "ENDING": _ENDINGS.index(ending),
+        "PARTS": parts,
+        "SQUARES": triton.next_power_of_2(max(1, num_squares)),
+        "ROWS": ROWS,
+        "FEATURES": tile.features,
+        "INNER": tile.inner,
+    }
+
+
+def _square_constants(tile: SkinnyTile) -> dict[str, Any]:
+    return {"ROWS": ROWS, "FEATURES": tile.features}
+
+
+_SQUARE_OPTIONS: dict[str, Any] = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
+
+
+def _check_rows(x: Tensor) -> None:
+    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or len(x) > ROWS:
+        raise ValueError(f"x: must be [0 to {ROWS}, columns] bfloat16 or float16, is {list(x.shape)} {x.dtype}")
+    check("x", x, tuple(x.shape), x.dtype)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scratch: SkinnyScratch,
+    plan: SkinnyPlan,
+    norm: RowNorm | None,
+    bias: Tensor | None,
+    squares: Tensor | None,
+    ending: Ending,
+) -> None:
+    _check_rows(x)
+    (rows, in_features), gated = x.shape, _ENDINGS.index(ending) >= 2
+    if in_features % 16:
+        raise ValueError(f"x: in_features must be a multiple of 16, is {in_features}")
+    if out.dim() != 2:
+        raise ValueError("out: must be [T, out_features]")
+    check("out", out, (rows, out.shape[1]), x.dtype)
+    stored = (1 + gated) * out.shape[1]
+    check("weight", weight, (stored, in_features), x.dtype)
+    if plan.num_tiles * plan.tile.features < out.shape[1] or plan.parts * plan.part < in_features:
+        raise ValueError(f"plan: is of another weight than {list(weight.shape)}")
+    if norm is not None:
+        check("norm.weight", norm.weight, (in_features,), x.dtype, torch.float32)
+        check("norm.squares", norm.squares, (len(norm.squares), ROWS), torch.float32)
+        if len(norm.squares) > _MOST_SQUARES:
+            raise ValueError(f"norm.squares: must have at most {_MOST_SQUARES} tiles")
+    if bias is not None:
+        check("bias", bias, (stored,), x.dtype)
+    if squares is not None:
+        if gated:
+            raise ValueError("squares: are of a residual, and a gated product is not added to one")
+        check("squares", squares, (plan.num_tiles, ROWS), torch.float32)
+    if scratch.sums.numel() < plan.sums_size(gated) or scratch.counters.numel() < plan.num_tiles:
+        raise ValueError("scratch: is too small")
+    for name, tensor in (("x", x), ("weight", weight), ("out", out)):
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name}: must be at a multiple of 16 bytes")
+
+
+def variants() -> list[Variant]:
+    """Return what a layer of the common families launches, with and without parts, and sums of squares."""
+    found = []
+    for dtype in (name for name in DTYPES.values() if name != "fp32"):
+        for tile in (NARROW, WIDE):
+            for parts in (1, 2, 8):
+                found.append(_variant(tile, parts, "plain", dtype, normed=True, quick=parts == 2 and tile is NARROW))
+                found.append(_variant(tile, parts, "residual", dtype, normed=False))
+        found.append(_variant(NARROW, 2, "plain", dtype, normed=True, biased=True))
+        found.append(_variant(NARROW, 2, "plain", dtype, normed=True, wide_norm=True))
+        found.append(_variant(NARROW, 2, "residual", dtype, normed=False, scaled=True))
+        for tile in (GATED_NARROW, GATED_WIDE):
+            for parts in (1, 2, 8):
+                found.append(_variant(tile, parts, "silu", dtype, normed=True))
+            found.append(_variant(tile, 1, "gelu_tanh", dtype, normed=True))
+        found += [_square_variant(tile, dtype) for tile in (NARROW, WIDE)]
+    return found
+
+
+def _variant(
+    tile: SkinnyTile,
+    parts: int,
+    ending: Ending,
+    dtype: str,
+    *,
+    normed: bool,
+    biased: bool = False,
+    wide_norm: bool = False,
+    scaled: bool = False,
+    quick: bool = False,
+) -> Variant:
+    there = {"norm": normed, "squares": normed, "bias": biased, "squares_out": ending == "residual"}
+    pointers = {"x": f"*{dtype}", "weight": f"*{dtype}", "norm": "*fp32" if wide_norm else f"*{dtype}"}
+    pointers |= {"squares": "*fp32", "bias": f"*{dtype}", "out": f"*{dtype}", "squares_out": "*fp32"}
+    pointers |= {"sums": "*fp32", "counters": "*i32"}
+    pointers = {name: kind for name, kind in pointers.items() if there.get(name, True)}
+    sizes = ("rows", "out_features", "in_features", "part", "num_squares")
+    constants = _constants(tile, parts, ending, scaled, 128 if normed else 0)
+    constants |= {name: None for name, given in there.items() if not given}
+    marks = {"biased": biased, "wide norm": wide_norm, "scaled": scaled}
+    named = "".join(f" {mark}" for mark, given in marks.items() if given)
+    return Variant(
+        name=f"skinny {ending} {dtype} features{tile.features} parts{parts}{named}",
+        kernel=skinny_kernel,
+        signature={
+            **pointers,
+            **dict.fromkeys(sizes, "i32"),
+            **dict.fromkeys(("eps", "scale"), "fp32"),
+            **dict.fromkeys(constants, "constexpr"),
+        },
+        constants=constants,
+        divisible=(*pointers, "out_features", "in_features", "part"),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        no_spills=True,
+        quick=quick and dtype == "bf16",
+    )
+
+
+def _square_variant(tile: SkinnyTile, dtype: str) -> Variant:
+    constants = _square_constants(tile)
+    return Variant(
+        name=f"square_rows {dtype} features{tile.features}",
+        kernel=_square_rows,
+        signature={
+            "x": f"*{dtype}",
+            "squares": "*fp32",
+            "rows": "i32",
+            "columns": "i32",
+            **dict.fromkeys(constants, "constexpr"),
+        },
+        constants=constants,
+        divisible=("x", "squares", "columns"),
+        num_warps=_SQUARE_OPTIONS["num_warps"],
+        num_stages=_SQUARE_OPTIONS["num_stages"],
+        no_spills=True,
+    )

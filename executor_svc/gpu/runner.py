@@ -26,6 +26,8 @@ from executor_svc.gpu.graphs import (
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.kernels.states.plan import GpuStatePlan
+from executor_svc.gpu.skinny.probe import probe_choices
+from executor_svc.gpu.skinny.recording import EitherKernels
 from executor_svc.gpu.slots.device_slots import DeviceSlots, is_decode
 from executor_svc.gpu.slots.slot_adapters import StepAdapters
 from executor_svc.models.loading import LoadedModel
@@ -98,6 +100,13 @@ class GpuRunner:
         if isinstance(self._recorded.state_plan, GpuStatePlan):
             self._recurrent = self._recorded.state_plan
             self._recurrent.read_from(slots.buffers, slots.state, slots.states.tables, slots.states.saves)
+        self._adapted: StepAdapters | None = None
+        if isinstance(device.kernels, EitherKernels):
+            probe_choices(
+                device.kernels, self._recorded.hidden, lambda count: slots.inputs(StepSizes.decode(count)),
+                lambda count: self._run_hidden(StepSizes.decode(count), 1, limits.max_model_len, drafted=True),
+                kv_cache.layers, limits.max_model_len,
+            )  # fmt: skip
         self._step_adapters = None if loaded.adapters is None else StepAdapters(slots, self._recorded)
         decodes, adapted, self._mixed = [], [], []
         self.drafted: list[StepSizes] = []

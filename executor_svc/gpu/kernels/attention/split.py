@@ -91,7 +91,7 @@ def attend_share(
     more, kv_head: as in `attend`; of_sequence, of_rows, of_segments: from `share_of`; other arguments as in
     `split_kernel`.
     """
-    head, sequence, length, start, num_tokens, position = of_sequence
+    head, sequence, length, start, _, position = of_sequence
     records, token, num_rows = of_rows
     begin, size, count, first, after = of_segments
     rows = tl.arange(0, ROWS)

@@ -16,10 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from executor_svc.device.kernels import HeadNorms, Rope
+from executor_svc.device.kernels import AttentionShape, HeadNorms, Rope
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.config import AttentionConfig, AttentionKind, Phase, attention_config, constants
-from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, Segments, SegmentScratch, default_segments
+from executor_svc.gpu.kernels.attention.config import (
+    DRAFTS_ROWS,
+    AttentionConfig,
+    AttentionKind,
+    Phase,
+    attention_config,
+    constants,
+)
+from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, SEGMENTS, Segments, SegmentScratch
 from executor_svc.gpu.kernels.attention.split import attend_share, share_of, split_tokens
 from executor_svc.gpu.kernels.attention.tile import rows_and_columns
 from executor_svc.gpu.kernels.attention.variants import name_of
@@ -161,10 +168,13 @@ def new_keys_kernel(
     )  # fmt: skip
 
 
-def may_attend_new(kind: AttentionKind, num_seqs: int, max_query_len: int, num_kv_heads: int, num_sms: int) -> bool:
-    """Return whether `attention_of_new` computes a step, in the scratch of plans: of few tokens of each sequence."""
-    has_scratch = num_seqs * max_query_len <= default_segments(kind).max_tokens(num_kv_heads, num_sms)
-    return has_scratch and 1 <= max_query_len <= split_tokens(kind)
+def may_attend_new(shape: AttentionShape, num_seqs: int, max_query_len: int, num_sms: int) -> bool:
+    """Return whether `attention_of_new` computes a step in the scratch of plans: few tokens of each sequence.
+
+    In 16 bits, with a cache in them.
+    """
+    tokens = SEGMENTS.max_tokens(shape.num_kv_heads, num_sms)
+    return num_seqs * max_query_len <= tokens and 1 <= max_query_len <= max(1, DRAFTS_ROWS // shape.group)
 
 
 def attention_of_new(
@@ -185,7 +195,7 @@ def attention_of_new(
     if call.max_query_len > tokens:
         raise ValueError(f"max_query_len must be at most {tokens} for attention of new keys")
     _check(call, new)
-    segments = segments or default_segments(call.kind)
+    segments = segments or SEGMENTS
     if not call.num_seqs:
         return
     parts = segments.parts(call.num_seqs, call.num_kv_heads, num_sms)
@@ -271,7 +281,7 @@ def _check(call: AttentionCall, new: NewKeys) -> None:
 
 
 def variants() -> list[Variant]:
-    """Return decodes and drafts of common heads, in both types, with norms or a window and without, also half rotated."""
+    """Return decodes and drafts of common heads, in both types, with norms or a window or neither, and half rotated."""
     found = []
     for dtype in (torch.bfloat16, torch.float16):
         for size in (64, 128, 256):

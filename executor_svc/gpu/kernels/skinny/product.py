@@ -38,7 +38,7 @@ from executor_svc.gpu.kernels.variant import Variant
 Ending = Literal["plain", "residual", "silu", "gelu_tanh"]
 """What becomes of a product: itself, a sum with the residual, or a gated activation."""
 _ENDINGS: tuple[Ending, ...] = get_args(Ending)
-_MOST_SQUARES = 512
+MOST_SQUARES = 512
 """Tiles of a residual: their sums of squares are read at once."""
 
 
@@ -293,8 +293,8 @@ def _check(
     if norm is not None:
         check("norm.weight", norm.weight, (in_features,), x.dtype, torch.float32)
         check("norm.squares", norm.squares, (len(norm.squares), ROWS), torch.float32)
-        if len(norm.squares) > _MOST_SQUARES:
-            raise ValueError(f"norm.squares: must have at most {_MOST_SQUARES} tiles")
+        if len(norm.squares) > MOST_SQUARES:
+            raise ValueError(f"norm.squares: must have at most {MOST_SQUARES} tiles")
     if bias is not None:
         check("bias", bias, (stored,), x.dtype)
     if squares is not None:

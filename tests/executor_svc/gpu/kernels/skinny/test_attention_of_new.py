@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor_svc.device.kernels import HeadNorms, Rope
+from executor_svc.device.kernels import AttentionShape, HeadNorms, Rope
 from executor_svc.gpu.kernels.attention.call import AttentionCall
 from executor_svc.gpu.kernels.attention.segments import SEGMENTS, Segments
 from executor_svc.gpu.kernels.rope import rope_write_kv
@@ -115,12 +115,12 @@ def test_drafts(device: torch.device) -> None:
     compare([(254, 5), (3, 1), (0, 2), (-1, 1)], Sizes(2, 4), device, normed=True)
 
 
-def test_what_fits(device: torch.device) -> None:
-    call = make_call([(3, 1)], Sizes(), device)
-    assert may_attend_new(call.kind, 16, 1, 8, 132)
-    assert may_attend_new(call.kind, 2, 8, 8, 132)
-    assert not may_attend_new(call.kind, 1, 9, 8, 132)  # tokens of 4 heads each: 36 rows
-    assert not may_attend_new(call.kind, 16, 1, 32, 132)
+def test_what_fits() -> None:
+    shape = AttentionShape(32, 8, 128, 128, 1.0)
+    assert may_attend_new(shape, 16, 1, 132)
+    assert may_attend_new(shape, 2, 8, 132)
+    assert not may_attend_new(shape, 1, 9, 132)  # tokens of 4 heads each: 36 rows
+    assert not may_attend_new(replace(shape, num_kv_heads=32), 16, 1, 132)
 
 
 def test_what_is_refused(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Products of few rows against their float64 meaning, with what stands before and behind them, and beside other rows."""
+"""Products of few rows against their float64 meaning, with what stands beside them, and beside other rows."""
 
 from __future__ import annotations
 

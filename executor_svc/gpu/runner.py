@@ -105,7 +105,7 @@ class GpuRunner:
             probe_choices(
                 device.kernels, self._recorded.hidden, lambda count: slots.inputs(StepSizes.decode(count)),
                 lambda count: self._run_hidden(StepSizes.decode(count), 1, limits.max_model_len, drafted=True),
-                kv_cache.layers, limits.max_model_len,
+                kv_cache.layers, min(limits.max_num_seqs, self._most.num_tokens), limits.max_model_len,
             )  # fmt: skip
         self._step_adapters = None if loaded.adapters is None else StepAdapters(slots, self._recorded)
         decodes, adapted, self._mixed = [], [], []

@@ -1,4 +1,4 @@
-"""Whether fused layers compute the same on the GPU at hand, and sooner: measured at a start, for some sizes of steps."""
+"""Whether fused layers compute the same on the GPU at hand, and sooner: measured at a start, by sizes of steps."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def probe_choices(
     inputs_of: Callable[[int], StepInputs],
     run: Callable[[int], None],
     kv_layers: Sequence[Tensor],
+    max_num_seqs: int,
     max_model_len: int,
     seconds: Seconds | None = None,
 ) -> None:
@@ -45,6 +46,7 @@ def probe_choices(
         inputs_of: returns the tensors of a decode of so many sequences.
         run: enqueues keys, values and hidden states of a decode of so many sequences, from these tensors.
         kv_layers: the cache of each layer.
+        max_num_seqs: of a step.
         max_model_len: of a sequence.
         seconds: measures what is enqueued; None: by graphs, on a GPU.
     """
@@ -52,9 +54,9 @@ def probe_choices(
     if kernels.skinny_gemms != "auto" or not choices or (seconds is None and hidden.device.type != "cuda"):
         return
     faster = []
-    for rows in (size for size in PROBED if size <= min(ROWS, len(hidden))):
+    for rows in (size for size in PROBED if size <= min(ROWS, max_num_seqs)):
         inputs = inputs_of(rows)
-        if len(inputs.seq_lens) == rows and _fill(inputs, kv_layers, max_model_len):
+        if _fill(inputs, kv_layers, max_model_len):
             ratio = _ratio(choices, hidden[:rows], lambda rows=rows: run(rows), seconds or _by_graph)  # type: ignore[misc]
             if ratio is not None and ratio < 1.0:
                 faster.append(rows)

@@ -70,18 +70,7 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(
         shape |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 80}
     make = make_mimo if kernels is OF_HEADS else partial(make_checkpoint, family=family)
     folder = make(tmp_path / "model", vocab_size=500, dtype=torch.bfloat16, **shape)
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_")},
-        "TRITON_LIBCUDA_PATH": str(stub),
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "CC": str(stub / "cc"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
-    }
-    command = [sys.executable, "-m", "tests.executor_svc.gpu.stubbed_start", str(stub), str(folder)]
-    command.append("mtp" if kernels is OF_HEADS else "ngram")
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    seen = json.loads(ended.stdout.splitlines()[-1])
+    seen = seen_by(stub, folder, "mtp" if kernels is OF_HEADS else "ngram")
     assert seen["compiled_by_steps"] == []
     of_all = {"attention_kernel", "split_kernel", "_build_step", "_commit", "_lay_out"}
     of_all |= set() if kernels is OF_HEADS else {"_draft_ngrams"}
@@ -89,3 +78,20 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(
     assert len(seen["launches"]) == 5
     assert min(seen["launches"]) > 10
     assert seen["num_descriptors"] > 0, OPTIONS
+
+
+def seen_by(stub: Path, folder: Path, drafts: str, **options: Any) -> dict[str, Any]:
+    """What a process of `stubbed_start` prints."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_")},
+        "TRITON_LIBCUDA_PATH": str(stub),
+        "TRITON_CACHE_DIR": str(stub / "cache"),
+        "CC": str(stub / "cc"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
+    }
+    command = [sys.executable, "-m", "tests.executor_svc.gpu.stubbed_start", str(stub), str(folder), drafts]
+    command.append(json.dumps(options))
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found

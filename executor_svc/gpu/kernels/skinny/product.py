@@ -363,6 +363,7 @@ def _variant(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         no_spills=True,
+        narrow_loads=6 if wide_norm else 2,
         quick=quick and dtype == "bf16",
     )
 

@@ -21,7 +21,7 @@ from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs" / "kernels.md"
 REFUSED = "tests.executor_svc.gpu.kernels.compile.refused_kernels"
-MAX_QUICK = 99
+MAX_QUICK = 101
 
 
 def compiled(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -159,3 +159,10 @@ def test_the_interpreter_is_refused():
 )
 def test_problems_of_a_build(build, expected):
     assert build_errors(INTERPRETED, build) == expected
+
+
+def test_narrow_loads_are_counted():
+    variant = replace(INTERPRETED, narrow_loads=1)
+    assert build_errors(variant, replace(BUILD, num_wide_loads=3)) == []
+    (found,) = build_errors(variant, replace(BUILD, num_wide_loads=2))
+    assert found == "reads less than 16 bytes at once with 2 instructions, and may with 1"

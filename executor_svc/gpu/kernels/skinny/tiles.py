@@ -12,10 +12,13 @@ ROWS = 16
 """Rows of x that a tile holds: the least of tensor cores' products. Fewer are filled up with zeros."""
 
 _PROGRAMS_PER_SM = 2
-"""Programs that run at once: their stages take at most 96 KiB of shared memory each."""
+"""Programs that run at once: their stages take at most 103 KiB of shared memory each."""
 _LEAST_PART = 256
 """Columns of a part at least: two steps of the inner loop."""
 _MOST_PARTS = 16
+_PARTS = (1, 2, 4, 8, 16)
+_LEAST_SHARE = 0.7
+"""Of the multiprocessors, that have a program: so many, with 64 KiB that load at once, can saturate the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,8 @@ class SkinnyTile:
 
 
 NARROW = SkinnyTile(features=32, inner=128, num_warps=4, num_stages=6)
-WIDE = SkinnyTile(features=64, inner=128, num_warps=4, num_stages=4)
-GATED_NARROW = SkinnyTile(features=32, inner=128, num_warps=4, num_stages=4)
+WIDE = SkinnyTile(features=64, inner=128, num_warps=4, num_stages=6)
+GATED_NARROW = SkinnyTile(features=32, inner=128, num_warps=4, num_stages=5)
 GATED_WIDE = SkinnyTile(features=64, inner=64, num_warps=4, num_stages=5)
 
 
@@ -51,18 +54,27 @@ class SkinnyPlan:
     def of(cls, out_features: int, in_features: int, gated: bool, num_sms: int) -> Self:
         """Return the plan of a weight [out_features, in_features], with a gate [2 * out_features, in_features].
 
-        Wide tiles read rows of x less often: narrow ones are for weights that would not give each multiprocessor one.
+        Of those that give most multiprocessors a program: the one with the least traffic beside the weight.
         """
+        plans = []
         for tile in (GATED_WIDE, GATED_NARROW) if gated else (WIDE, NARROW):
-            num_tiles, parts = -(-out_features // tile.features), 1
+            num_tiles, steps = -(-out_features // tile.features), -(-in_features // tile.inner)
             most = min(_MOST_PARTS, in_features // _LEAST_PART, _PROGRAMS_PER_SM * num_sms // num_tiles)
-            while 2 * parts <= most:
-                parts *= 2
-            if num_tiles * parts >= num_sms:
-                break
-        steps = -(-in_features // tile.inner)
-        part = -(-steps // parts) * tile.inner
-        return cls(tile, num_tiles, parts, part)
+            for parts in (count for count in _PARTS if count <= max(1, most)):
+                plans.append(cls(tile, num_tiles, parts, -(-steps // parts) * tile.inner))
+
+        def cost(plan: Self) -> tuple[float, float, int]:
+            missing = max(0.0, _LEAST_SHARE * num_sms - plan.num_tiles * plan.parts)
+            return missing, plan.traffic(in_features, gated), plan.parts
+
+        return min(plans, key=cost)
+
+    def traffic(self, in_features: int, gated: bool) -> int:
+        """Return bytes beside the weight for each row: of x, which all tiles read, and three times those of sums.
+
+        Sums are written and read, and may reach the memory; x stays in the L2 cache.
+        """
+        return 2 * self.num_tiles * in_features + 3 * 2 * 4 * self.sums_size(gated) // ROWS
 
     def sums_size(self, gated: bool) -> int:
         """Return the float32 numbers that the parts leave for the last of them."""

@@ -15,7 +15,6 @@ _PROGRAMS_PER_SM = 2
 """Programs that run at once: their stages take at most 103 KiB of shared memory each."""
 _LEAST_PART = 256
 """Columns of a part at least: two steps of the inner loop."""
-_MOST_PARTS = 16
 _PARTS = (1, 2, 4, 8, 16)
 _LEAST_SHARE = 0.7
 """Of the multiprocessors, that have a program: so many, with 64 KiB that load at once, can saturate the memory."""
@@ -51,23 +50,25 @@ class SkinnyPlan:
     """Columns of each, in whole steps; the last may have fewer."""
 
     @classmethod
-    def of(cls, out_features: int, in_features: int, gated: bool, num_sms: int) -> Self:
-        """Return the plan of a weight [out_features, in_features], with a gate [2 * out_features, in_features].
-
-        Of those that give most multiprocessors a program: the one with the least traffic beside the weight.
-        """
-        plans = []
+    def candidates(cls, out_features: int, in_features: int, gated: bool, num_sms: int) -> list[Self]:
+        """Return all plans of a weight [out_features, in_features], with a gate [2 * out_features, in_features]."""
+        found = []
         for tile in (GATED_WIDE, GATED_NARROW) if gated else (WIDE, NARROW):
             num_tiles, steps = -(-out_features // tile.features), -(-in_features // tile.inner)
-            most = min(_MOST_PARTS, in_features // _LEAST_PART, _PROGRAMS_PER_SM * num_sms // num_tiles)
+            most = min(in_features // _LEAST_PART, _PROGRAMS_PER_SM * num_sms // num_tiles)
             for parts in (count for count in _PARTS if count <= max(1, most)):
-                plans.append(cls(tile, num_tiles, parts, -(-steps // parts) * tile.inner))
+                found.append(cls(tile, num_tiles, parts, -(-steps // parts) * tile.inner))
+        return found
 
-        def cost(plan: Self) -> tuple[float, float, int]:
+    @classmethod
+    def of(cls, out_features: int, in_features: int, gated: bool, num_sms: int) -> Self:
+        """Return the plan of a weight: of those that give most multiprocessors a program the one with least traffic."""
+
+        def cost(plan: Self) -> tuple[float, int, int]:
             missing = max(0.0, _LEAST_SHARE * num_sms - plan.num_tiles * plan.parts)
             return missing, plan.traffic(in_features, gated), plan.parts
 
-        return min(plans, key=cost)
+        return min(cls.candidates(out_features, in_features, gated, num_sms), key=cost)
 
     def traffic(self, in_features: int, gated: bool) -> int:
         """Return bytes beside the weight for each row: of x, which all tiles read, and three times those of sums.

@@ -89,7 +89,7 @@ def test_addresses_of_a_decode(rows: int, length: int, tmp_path: Path, addresses
     """Of a layer wide enough to have parts, in sequences that have segments or not."""
     shape = ModelShape("odd", TINY.config | {"intermediate_size": 512, "hidden_size": 512, "num_hidden_layers": 1})
     folder = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, **sizes_of(shape))
-    limits = {"max_model_len": 256, "max_num_batched_tokens": 512}
+    limits = {"max_model_len": 256, "max_num_batched_tokens": 640}
     stepper = Stepper(Model(folder, device="cuda", skinny_gemms="on"), **limits)
     blocks = [list(range(20 * i, 20 * i + 20)) for i in range(rows)]
     prompts = [sequence(i, [3 + i] * (length - 1), blocks[i]) for i in range(rows)]

@@ -82,8 +82,7 @@ def _fill(inputs: StepInputs, kv_layers: Sequence[Tensor], max_model_len: int) -
         return False
     generator = torch.Generator(kv_layers[0].device).manual_seed(rows)
     for layer in kv_layers:
-        used = layer[: rows * tables.shape[1] * each]
-        used.copy_(torch.randn(used.shape, generator=generator, device=used.device))
+        layer[: rows * tables.shape[1] * each].normal_(generator=generator)
     blocks = torch.arange(rows * tables.shape[1] * each, dtype=torch.int32, device=tables.device)
     tables[:, :, :each] = blocks.view(rows, tables.shape[1], each)
     last = tables[:, :, (length - 1) // block_size].long() * block_size + (length - 1) % block_size

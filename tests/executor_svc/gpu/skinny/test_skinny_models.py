@@ -11,6 +11,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.config import ExecutorConfig
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.helpers.executor.plans import scheduled, sequence
@@ -82,3 +83,33 @@ def _outside(launches: Counter[str]) -> int:
     """Launches that are of no layer: all but six of each, of which the first norm is that of the first layer alone."""
     of_layers = {"_add_rms_norm", "rope_write_kv_kernel", "attention_kernel", "split_kernel", "_gated", "_add"}
     return sum(count for name, count in launches.items() if name not in of_layers) - 1
+
+
+def states_of(folder: Path, skinny_gemms: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states of a prompt of three tokens, and those before and behind its layers, side by side."""
+    model = Model(folder, device="cuda", skinny_gemms=skinny_gemms)
+    decoder: Any = model.loaded.model
+    pools = model.device.new_kv_cache(model.loaded.geometry, ExecutorConfig(**model.options))
+    (shape,), positions = decoder.attention_shapes, torch.arange(3)
+    ropes, plan = decoder.new_ropes(positions), model.device.kernels.new_attention_plan(shape, 64, 16)
+    decoder.fill_ropes(positions, torch.full((3,), 3), ropes)
+    numbers = (torch.tensor(each, dtype=torch.int32) for each in ([0, 3], [3], [[1]]))
+    plan.fill(torch.arange(3) + pools.layers[0].shape[3], *numbers)
+    with torch.inference_mode():
+        return decoder.forward_with_states(torch.tensor([5, 9, 2]), ropes, pools.layers, [plan], (0, 1, 2))
+
+
+def test_states_between_layers_are_kept(tmp_path: Path, launches: Counter[str]) -> None:
+    """As an EAGLE-3 head reads them; computed at once, without a recording."""
+    folder = made("qwen3", tmp_path)
+    expected, apart = states_of(folder, "off")
+    launches.clear()
+    found, fused = states_of(folder, "on")
+    assert launches["new_keys_kernel"] == 2
+    size = found.shape[1]
+    assert torch.equal(fused[:, :size], apart[:, :size]), "embeddings"
+    assert torch.equal(fused[:, 2 * size :], found)
+    for each in range(3):
+        ours, theirs = (states[:, each * size : (each + 1) * size].float() for states in (fused, apart))
+        assert ((ours - theirs).norm(dim=1) <= 2**-6 * theirs.norm(dim=1)).all()
+    assert torch.equal(apart[:, 2 * size :], expected)

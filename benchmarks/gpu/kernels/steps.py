@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def driver_options(most_seqs: int, context: int, tiny: bool, **chosen: str) -> d
     } | chosen
 
 
-def _driver(bench: Bench, shape: ModelShape, most_seqs: int, context: int, **chosen: str) -> PlanDriver:
+def _driver(bench: Bench, shape: ModelShape, most_seqs: int, context: int, chosen: Mapping[str, str]) -> PlanDriver:
     def make() -> PlanDriver:
         folder = write_config(shape, Path(tempfile.mkdtemp(prefix="cadenza-shape-")))
         return PlanDriver(folder, **driver_options(most_seqs, context, bench.tiny, **chosen))
@@ -58,8 +58,8 @@ def _driver(bench: Bench, shape: ModelShape, most_seqs: int, context: int, **cho
     return bench.cached(f"driver {shape.name}", make)
 
 
-def _open(bench: Bench, shape: ModelShape, most_seqs: int, context: int, **chosen: str) -> PlanDriver:
-    driver = _driver(bench, shape, most_seqs, context, **chosen)
+def _open(bench: Bench, shape: ModelShape, most_seqs: int, context: int, chosen: Mapping[str, str]) -> PlanDriver:
+    driver = _driver(bench, shape, most_seqs, context, chosen)
     driver.open()
     return driver
 
@@ -78,7 +78,7 @@ def _group(
         model, context = (TINY, 40) if tiny else (shape, _CONTEXT)
         counts = (1, 3) if tiny else batches
         whole = ((1, 40), (2, 20)) if tiny and prefills else prefills
-        driver = partial(_open, shape=model, most_seqs=max(counts), context=context, **chosen)
+        driver = partial(_open, shape=model, most_seqs=max(counts), context=context, chosen=chosen)
         beside, length = (1, 8) if tiny or mixed is None else mixed
         return [
             *(_decode_case(model, driver, count, context, decode_goal) for count in counts),
@@ -91,7 +91,7 @@ def _group(
 
     def preload(bench: Bench) -> None:
         model, context, counts = (TINY, 40, (1, 3)) if bench.tiny else (shape, _CONTEXT, batches)
-        _driver(bench, model, max(counts), context, **chosen).wait_loaded()
+        _driver(bench, model, max(counts), context, chosen).wait_loaded()
 
     title = ", ".join([f"steps of {shape.name}, random weights, bf16", *map(" ".join, chosen.items())])
     return Group(name, title, cases, limit_s, preload)

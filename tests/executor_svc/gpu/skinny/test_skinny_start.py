@@ -49,22 +49,31 @@ def decodes(executor: GpuStepExecutor) -> tuple[list[list[int]], list[int]]:
     return [result.token_ids.tolist() for result in results], results[1].num_drafts.tolist()
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize(
+    ("speculative", "enforce_eager"),
+    [
+        pytest.param("ngram", False, marks=pytest.mark.long),
+        ("ngram", True),
+        pytest.param("draft", False, marks=pytest.mark.long),
+    ],
+)
 def test_no_step_waits_for_a_compiler(
-    enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+    speculative: str, enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
     """And drafts give the tokens that they give where layers are computed apart."""
     folder = made(tmp_path)
-    options: dict[str, Any] = {"speculative": "ngram", "num_speculative_tokens": 3, "max_num_seqs": 4}
+    options: dict[str, Any] = {"speculative": speculative, "num_speculative_tokens": 3, "max_num_seqs": 4}
+    if speculative == "draft":
+        options["speculative_model"] = str(folder)
     options |= {"enforce_eager": enforce_eager, "num_gpu_blocks": 24}
     executor = started(folder, monkeypatch, skinny_gemms="on", **options)
     assert {"skinny_kernel", "new_keys_kernel", "_square_rows"} <= names_of(compiled)
     known = set(compiled)
     found = decodes(executor)
     assert compiled == known
+    assert found[1] == [3]
     if not enforce_eager:
         return
-    assert found[1] == [3]
     assert found == decodes(started(folder, monkeypatch, **options))
 
 

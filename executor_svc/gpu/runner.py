@@ -102,11 +102,7 @@ class GpuRunner:
             self._recurrent.read_from(slots.buffers, slots.state, slots.states.tables, slots.states.saves)
         self._adapted: StepAdapters | None = None
         if isinstance(device.kernels, EitherKernels):
-            probe_choices(
-                device.kernels, self._recorded.hidden, lambda count: slots.inputs(StepSizes.decode(count)),
-                lambda count: self._run_hidden(StepSizes.decode(count), 1, limits.max_model_len, drafted=True),
-                kv_cache.layers, min(limits.max_num_seqs, self._most.num_tokens), limits.max_model_len,
-            )  # fmt: skip
+            self._probe(device.kernels, kv_cache.layers)
         self._step_adapters = None if loaded.adapters is None else StepAdapters(slots, self._recorded)
         decodes, adapted, self._mixed = [], [], []
         self.drafted: list[StepSizes] = []
@@ -128,6 +124,19 @@ class GpuRunner:
         if self._step_adapters is not None:
             self._with = self._fixed(adapted, adapted=True)
         self.use_adapters(False)
+
+    def _probe(self, kernels: EitherKernels, kv_layers: Sequence[Tensor]) -> None:
+        """Let decodes be computed by fused layers where this GPU is faster so; before any graph is captured."""
+        longest = self._slots.limits.max_model_len
+        probe_choices(
+            kernels,
+            self._recorded.hidden,
+            lambda count: self._slots.inputs(StepSizes.decode(count)),
+            lambda count: self._run_hidden(StepSizes.decode(count), 1, longest, drafted=True),
+            kv_layers,
+            min(self._max_logits, self._most.num_tokens),
+            longest,
+        )
 
     def use_adapters(self, used: bool) -> None:
         """Say whether the next step has adapters: those of its slots' places."""

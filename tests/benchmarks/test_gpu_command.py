@@ -61,7 +61,7 @@ def test_groups_follow_from_options() -> None:
         return [group.name for group in groups_of(parse(["kernels", *arguments]))]
 
     assert names("--groups", "linears") == ["ceilings", "linears"]
-    assert set(names()) - set(names("--shapes", "qwen3-0.6b")) == {"steps-8b", "steps-8b-exact"}
+    assert set(names()) - set(names("--shapes", "qwen3-0.6b")) == {"steps-8b", "steps-8b-exact", "steps-8b-skinny"}
 
 
 def test_rows_of_a_trial_stay_out_of_the_results(tmp_path: Path) -> None:

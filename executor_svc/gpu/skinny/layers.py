@@ -27,7 +27,7 @@ _LARGEST_HEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class _SkinnyLinear:
     """A linear, as a skinny product multiplies with it."""
 
     weight: Tensor
@@ -44,10 +44,10 @@ class _Layer:
     """A layer, and where the sums of squares stand that its norms read."""
 
     parts: FusableLayer
-    qkv: _Product
-    output: _Product
-    gate_up: _Product
-    down: _Product
+    qkv: _SkinnyLinear
+    output: _SkinnyLinear
+    gate_up: _SkinnyLinear
+    down: _SkinnyLinear
     before: Tensor
     """Of the residual before the layer, after attention, and after the layer: [tiles, 16] float32 each."""
     between: Tensor
@@ -71,7 +71,7 @@ class SkinnyLayers:
         device = layers[0].attention_norm.device
         squares: dict[tuple[str, int], Tensor] = {}
 
-        def of(name: str, product: _Product) -> Tensor:
+        def of(name: str, product: _SkinnyLinear) -> Tensor:
             tiles = product.plan.num_tiles
             if (name, tiles) not in squares:
                 squares[name, tiles] = torch.zeros(tiles, ROWS, dtype=torch.float32, device=device)
@@ -87,11 +87,11 @@ class SkinnyLayers:
         most_sums = max(each.plan.sums_size(each.gated) for each in products)
         self._scratch = SkinnyScratch.of(most_sums, max(each.plan.num_tiles for each in products), device)
 
-    def _product(self, linear: Linear, gated: bool = False) -> _Product:
+    def _product(self, linear: Linear, gated: bool = False) -> _SkinnyLinear:
         found = _plain(linear)
         assert found is not None
         features = found.out_features // (1 + gated)
-        return _Product(found.weight, found.bias, SkinnyPlan.of(features, found.in_features, gated, self._num_sms))
+        return _SkinnyLinear(found.weight, found.bias, SkinnyPlan.of(features, found.in_features, gated, self._num_sms))
 
     def begin(self, residual: Tensor) -> None:
         first = self._layers[0]
@@ -156,11 +156,13 @@ class SkinnyLayers:
         return self._kernels.either(residual, fits, fused, apart)
 
 
-def _multiply(product: _Product, x: Tensor, out: Tensor, scratch: SkinnyScratch, norm: RowNorm) -> None:
+def _multiply(product: _SkinnyLinear, x: Tensor, out: Tensor, scratch: SkinnyScratch, norm: RowNorm) -> None:
     skinny_product(x, product.weight, out, scratch, product.plan, norm, product.bias)
 
 
-def _add(product: _Product, x: Tensor, residual: Tensor, scratch: SkinnyScratch, squares: Tensor, scale: float) -> None:
+def _add(
+    product: _SkinnyLinear, x: Tensor, residual: Tensor, scratch: SkinnyScratch, squares: Tensor, scale: float
+) -> None:
     skinny_product(x, product.weight, residual, scratch, product.plan, bias=product.bias, squares=squares, scale=scale)
 
 

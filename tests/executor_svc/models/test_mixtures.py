@@ -244,7 +244,7 @@ def test_nan_in_an_expert_that_nobody_asks_reaches_no_row(folder: Path, tmp_path
     decoder: Any = model.loaded.model
     spoilt = 0
     for layer in decoder._layers[1:]:
-        for linear in (layer.mlp.gate_up, layer.mlp.down):
+        for linear in (layer.mlp._gate_up, layer.mlp._down):
             for expert in (2, 3):
                 for part in linear._weights._linears[expert].parts:
                     memory = part.packed if isinstance(part, PackedWeightPart) else part.panels

@@ -28,10 +28,9 @@ from executor_svc.gpu.kernels.attention.config import (
 )
 from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, SEGMENTS, Segments, SegmentScratch
 from executor_svc.gpu.kernels.attention.split import attend_share, share_of, split_tokens
-from executor_svc.gpu.kernels.attention.tile import rows_and_columns
 from executor_svc.gpu.kernels.attention.variants import name_of
-from executor_svc.gpu.kernels.norm import weighted
 from executor_svc.gpu.kernels.rows import DTYPES, check
+from executor_svc.gpu.kernels.skinny.new_keys import prepared_heads, write_new_keys
 from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
 
 
@@ -47,67 +46,6 @@ class NewKeys:
     """[T] int64: where keys and values are written, as in `rope.rope_write_kv`."""
     norms: HeadNorms | None
     """Of each head before the rotation, over all of its columns; without norms of values."""
-
-
-@triton.jit
-def _head(
-    places, there, angles, cos, sin, weight, eps,
-    R: tl.constexpr, NORMED: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    """Return heads [ROWS, PADDED] normalized and rotated, with the roundings of `heads.rotate_heads`.
-
-    Each number is loaded with the one that it is rotated against. places: [ROWS] addresses of the heads; there:
-    [ROWS]; angles: [ROWS] of cos and sin. NORMED: columns that are normalized, or 0; the others are zeros.
-    """
-    half: tl.constexpr = R // 2
-    column = tl.arange(0, PADDED)
-    partner = tl.where(column < half, column + half, tl.where(column < R, column - half, column))
-    mask = rows_and_columns(there, HEAD_SIZE, PADDED)
-    value = tl.load(places[:, None] + column[None, :], mask=mask, other=0.0)
-    other = tl.load(places[:, None] + partner[None, :], mask=mask, other=0.0)
-    if NORMED > 0:
-        wide = value.to(tl.float32)
-        root = tl.sqrt_rn(tl.div_rn(tl.sum(wide * wide, 1), NORMED * 1.0) + eps)
-        factor = tl.load(weight + column, column < NORMED, other=0.0)
-        other_factor = tl.load(weight + partner, partner < NORMED, other=0.0)
-        value = weighted(wide, root, factor, value.dtype)
-        other = weighted(other.to(tl.float32), root, other_factor, value.dtype)
-    if R == 0:
-        rotated = value
-    else:
-        turned = there[:, None] & (column < R)[None, :]
-        at = angles[:, None] * R + column[None, :]
-        cosine = tl.load(cos + at, mask=turned, other=1.0).to(tl.float32)
-        # The first half of a row is negated.
-        sine = tl.load(sin + at, mask=turned, other=0.0).to(tl.float32)
-        own, beside = value.to(tl.float32) * cosine, other.to(tl.float32) * sine
-        if cos.dtype.element_ty == value.dtype:
-            own, beside = own.to(value.dtype).to(tl.float32), beside.to(value.dtype).to(tl.float32)
-        rotated = tl.where((column < R)[None, :], (own + beside).to(value.dtype), value)
-    return rotated
-
-
-@triton.jit
-def _write_new(
-    qkv, cache, slots, angle_rows, cos, sin, k_weight, eps, head, start, num_tokens, q_stride, num_kv_heads, block_rows,
-    value_rows, group, block_size, block_bits, R: tl.constexpr, NORMED: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    PADDED: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Write the keys and values of a sequence's tokens in the step, of one KV head."""
-    token, column = tl.arange(0, TOKENS), tl.arange(0, PADDED)
-    there = token < num_tokens
-    where = (start + token).to(tl.int64)
-    angles = tl.maximum(tl.load(angle_rows + where, mask=there, other=0), 0)
-    slot = tl.load(slots + where, mask=there, other=-1)
-    keys = qkv + where * q_stride + (num_kv_heads * group + head) * HEAD_SIZE
-    key = _head(keys, there, angles, cos, sin, k_weight, eps, R, NORMED, HEAD_SIZE, PADDED)
-    mask = rows_and_columns(there, HEAD_SIZE, PADDED)
-    value = tl.load((keys + num_kv_heads * HEAD_SIZE)[:, None] + column[None, :], mask=mask, other=0.0)
-    written = rows_and_columns(there & (slot >= 0), HEAD_SIZE, PADDED)
-    row = (slot >> block_bits) * block_rows + head * block_size + (slot & (block_size - 1))
-    into = cache + (row * HEAD_SIZE)[:, None] + column[None, :]
-    tl.store(into, key.to(cache.dtype.element_ty), mask=written)
-    tl.store(into + value_rows.to(tl.int64) * HEAD_SIZE, value.to(cache.dtype.element_ty), mask=written)
 
 
 @triton.jit(
@@ -151,10 +89,10 @@ def new_keys_kernel(
     where = (start + token).to(tl.int64)
     angles = tl.maximum(tl.load(angle_rows + where, mask=there, other=0), 0)
     heads = qkv + where * q_stride + (head * group + rows % group) * HEAD_SIZE
-    query = _head(heads, there, angles, cos, sin, q_weight, eps, R, NORMED, HEAD_SIZE, PADDED)
+    query = prepared_heads(heads, there, angles, cos, sin, q_weight, eps, R, NORMED, HEAD_SIZE, PADDED)
     end = tl.minimum(begin + after * size, tl.cdiv(length, TILE))
     if (length > 0) & (end * TILE > position):
-        _write_new(
+        write_new_keys(
             qkv, cache, slots, angle_rows, cos, sin, k_weight, eps, head, start, num_tokens, q_stride, num_kv_heads,
             block_rows, value_rows, group, block_size, block_bits, R, NORMED, HEAD_SIZE, PADDED, ROWS if MANY else 1,
         )  # fmt: skip
@@ -191,13 +129,10 @@ def attention_of_new(
     replaces the default ones. Raises ValueError.
     """
     call.check()
-    tokens = split_tokens(call.kind)
-    if call.max_query_len > tokens:
-        raise ValueError(f"max_query_len must be at most {tokens} for attention of new keys")
     _check(call, new)
-    segments = segments or SEGMENTS
     if not call.num_seqs:
         return
+    segments = segments or SEGMENTS
     parts = segments.parts(call.num_seqs, call.num_kv_heads, num_sms)
     most = segments.max_segments(call.num_kv_heads, num_sms)
     records = call.num_seqs * call.max_query_len * call.num_heads * most
@@ -205,7 +140,8 @@ def attention_of_new(
     many = call.max_query_len > 1
     config = _config(call.kind, many, arch)
     scale, softcap = call.factors()
-    norms = new.norms
+    cos, sin, rows, _ = new.rope
+    q_norm, k_norm, eps = (new.qkv, new.qkv, 0.0) if new.norms is None else (new.norms.q, new.norms.k, new.norms.eps)
     new_keys_kernel[(call.num_seqs * parts * call.num_kv_heads,)](
         new.qkv,
         call.kv_layer,
@@ -213,12 +149,12 @@ def attention_of_new(
         call.seq_lens,
         call.block_tables,
         new.slots,
-        new.rope.rows,
-        new.rope.cos,
-        new.rope.sin,
-        new.qkv if norms is None else norms.q,
-        new.qkv if norms is None else norms.k,
-        0.0 if norms is None else float(norms.eps),
+        rows,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        float(eps),
         call.out,
         scratch.floats,
         scratch.floats[records * call.head_size :],
@@ -238,7 +174,7 @@ def attention_of_new(
         scale,
         softcap,
         call.span,
-        **_constants(call.kind, config, many, new.rope.cos.shape[1], 0 if norms is None else norms.q.shape[0]),
+        **_constants(call.kind, config, many, cos.shape[1], 0 if new.norms is None else len(q_norm)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
@@ -257,6 +193,8 @@ def _constants(kind: AttentionKind, config: AttentionConfig, many: bool, rotated
 
 def _check(call: AttentionCall, new: NewKeys) -> None:
     tokens, heads, size = call.q.shape
+    if call.max_query_len > split_tokens(call.kind):
+        raise ValueError(f"max_query_len must be at most {split_tokens(call.kind)} for attention of new keys")
     dtype = call.q.dtype
     if dtype == torch.float32 or call.kv_layer.dtype != dtype:
         raise ValueError(f"kv_layer must be in 16 bits, as q, is {call.kv_layer.dtype}")

@@ -29,7 +29,7 @@ def test_a_layer_is_five_launches(stub: Path, tmp_path: Path) -> None:
         assert names["skinny_kernel"] == 4 * LAYERS
         assert names["new_keys_kernel"] == LAYERS
         # And nothing else of a layer: the first layer's sums of squares and the last norm are of the step.
-        assert names["_square_rows"] == names["_rms_norm"] == 1
+        assert names["square_rows_kernel"] == names["_rms_norm"] == 1
         apart = {"_add_rms_norm", "_gated", "rope_write_kv_kernel", "split_kernel", "attention_kernel"}
         assert not apart & names.keys()
     assert seen["names"][0]["_add_rms_norm"] == 2 * LAYERS - 1, "a prompt of 60 tokens is computed by layers apart"

@@ -75,7 +75,7 @@ def test_tokens_are_those_of_layers_apart(family: str, tmp_path: Path, launches:
     gone = {"_add_rms_norm", "rope_write_kv_kernel", "attention_kernel", "_gated", "_add"}
     assert gone <= apart.keys()
     assert not gone & fused.keys()
-    assert fused["_rms_norm"] == fused["_square_rows"] == 1
+    assert fused["_rms_norm"] == fused["square_rows_kernel"] == 1
     assert fused.total() - sum(2 * count for count in LAYER.values()) - 1 == _outside(apart)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.device.interface import Device
+from executor_svc.device.kernels import Kernels
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.gpu.graphs import (
     CudaGraphs,
@@ -62,6 +63,9 @@ class GpuRunner:
     With adapters the model is recorded twice, and steps of fixed sizes have graphs of their own.
     """
 
+    _adapted: StepAdapters | None = None
+    """Of the step that runs."""
+
     def __init__(
         self,
         loaded: LoadedModel,
@@ -100,9 +104,7 @@ class GpuRunner:
         if isinstance(self._recorded.state_plan, GpuStatePlan):
             self._recurrent = self._recorded.state_plan
             self._recurrent.read_from(slots.buffers, slots.state, slots.states.tables, slots.states.saves)
-        self._adapted: StepAdapters | None = None
-        if isinstance(device.kernels, EitherKernels):
-            self._probe(device.kernels, kv_cache.layers)
+        self._probe(device.kernels, kv_cache.layers)
         self._step_adapters = None if loaded.adapters is None else StepAdapters(slots, self._recorded)
         decodes, adapted, self._mixed = [], [], []
         self.drafted: list[StepSizes] = []
@@ -125,8 +127,10 @@ class GpuRunner:
             self._with = self._fixed(adapted, adapted=True)
         self.use_adapters(False)
 
-    def _probe(self, kernels: EitherKernels, kv_layers: Sequence[Tensor]) -> None:
+    def _probe(self, kernels: Kernels, kv_layers: Sequence[Tensor]) -> None:
         """Let decodes be computed by fused layers where this GPU is faster so; before any graph is captured."""
+        if not isinstance(kernels, EitherKernels):
+            return
         longest = self._slots.limits.max_model_len
         probe_choices(
             kernels,

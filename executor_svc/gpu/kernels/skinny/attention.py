@@ -143,42 +143,16 @@ def attention_of_new(
     cos, sin, rows, _ = new.rope
     q_norm, k_norm, eps = (new.qkv, new.qkv, 0.0) if new.norms is None else (new.norms.q, new.norms.k, new.norms.eps)
     new_keys_kernel[(call.num_seqs * parts * call.num_kv_heads,)](
-        new.qkv,
-        call.kv_layer,
-        call.query_start_loc,
-        call.seq_lens,
-        call.block_tables,
-        new.slots,
-        rows,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        float(eps),
-        call.out,
-        scratch.floats,
-        scratch.floats[records * call.head_size :],
-        scratch.counters,
-        new.qkv.stride(0),
-        call.block_tables.stride(0),
-        call.num_kv_heads,
-        call.block_rows,
-        call.value_rows,
-        call.group,
-        call.block_size,
-        call.block_bits,
-        parts,
-        most,
-        max(1, segments.least_keys // config.tile),
-        call.max_query_len,
-        scale,
-        softcap,
-        call.span,
+        new.qkv, call.kv_layer, call.query_start_loc, call.seq_lens, call.block_tables, new.slots, rows, cos, sin,
+        q_norm, k_norm, float(eps), call.out, scratch.floats, scratch.floats[records * call.head_size :],
+        scratch.counters, new.qkv.stride(0), call.block_tables.stride(0), call.num_kv_heads, call.block_rows,
+        call.value_rows, call.group, call.block_size, call.block_bits, parts, most,
+        max(1, segments.least_keys // config.tile), call.max_query_len, scale, softcap, call.span,
         **_constants(call.kind, config, many, cos.shape[1], 0 if new.norms is None else len(q_norm)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
 
 
 def _config(kind: AttentionKind, many: bool, arch: int) -> AttentionConfig:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from executor_svc.gpu.graphs import CudaGraphs
 from executor_svc.gpu.kernels.skinny.tiles import ROWS
-from executor_svc.gpu.kernels.slots.slots import StepInputs
+from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.skinny.recording import PROBED, Either, EitherKernels
 
 _log = logging.getLogger(__name__)
@@ -58,11 +59,12 @@ def probe_choices(
         inputs = inputs_of(rows)
         if _fill(inputs, kv_layers, max_model_len):
             ratio = _ratio(choices, hidden[:rows], lambda rows=rows: run(rows), seconds or _by_graph)  # type: ignore[misc]
+            if ratio is None:
+                _log.warning("steps of %d rows by fused layers have other results on this GPU", rows)
+            else:
+                _log.info("steps of %d rows by fused layers take %.2f of the time", rows, ratio)
             if ratio is not None and ratio < 1.0:
                 faster.append(rows)
-            _log.info(
-                "steps of %d rows by fused layers: %s of the time", rows, "wrong, not" if ratio is None else ratio
-            )
             inputs.slot_mapping.fill_(-1)
     _use(choices, faster)
 
@@ -111,15 +113,12 @@ def _ratio(choices: Sequence[Either], hidden: Tensor, run: Callable[[], None], s
 
 def _by_graph(run: Callable[[], None]) -> float:
     """Return the seconds of a graph of what is enqueued, the median of some replays."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
+    sizes = StepSizes.decode(1)
+    graphs, times = CudaGraphs([sizes], lambda _: run()), []
     for _ in range(_REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        graphs.replay(sizes)
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)

@@ -288,6 +288,11 @@ class LLMOptions(TypedDict, total=False):
     any that the scheduler names. scheduler: Folder below which LoRA adapters may be loaded while serving; several
     times, or with commas, for several ones; default: none."""
 
+    skinny_gemms: Literal["off", "auto", "on"] | None
+    """On a GPU, decodes of 1 to 16 rows of plain models in 16 bits by Cadenza's own products, with norms, rotations,
+    activations and sums fused into them; auto: in those sizes in which the start finds them right, and faster; on: in
+    all. Not in exact mode, and not with adapters, ranks or a cache in fp8 (docs/gpu.md). [default: off]"""
+
     enforce_eager: bool | None
     """Captures no CUDA graphs on a GPU and launches every kernel of every step: steps are slower, the start is faster,
     and profiles are easier to read. [default: off]"""

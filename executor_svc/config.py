@@ -292,6 +292,14 @@ class ExecutorConfig(SimulationOptions):
         "default: any that the scheduler names.",
         json_schema_extra=about("Adapters"),
     )
+    skinny_gemms: Literal["off", "auto", "on"] = Field(
+        "off",
+        description="On a GPU, decodes of 1 to 16 rows of plain models in 16 bits by Cadenza's own products, with "
+        "norms, rotations, activations and sums fused into them; auto: in those sizes in which the start finds them "
+        "right, and faster; on: in all. Not in exact mode, and not with adapters, ranks or a cache in fp8 "
+        "(docs/gpu.md).",
+        json_schema_extra=about("Batching"),
+    )
     enforce_eager: bool = Field(
         False,
         description="Captures no CUDA graphs on a GPU and launches every kernel of every step: steps are slower, the "

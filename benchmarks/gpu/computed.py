@@ -1,6 +1,6 @@
 """What decode steps and prompts take at least on a GPU, computed from sizes: what measured rows are held against.
 
-`python -m benchmarks.gpu.computed` prints the table of docs/gpu.md. Nothing here was measured but the two ceilings of
+`python -m benchmarks.gpu.computed` prints the tables of docs/gpu.md. Nothing here was measured but the two ceilings of
 each GPU (docs/gpu.md, Measured). Sizes are those of the published config.json files.
 """
 
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B
+from benchmarks.gpu.skinny_bytes import over_limit
 from benchmarks.serving.step_work import Chunk, DecoderWork, Matrices, Work, decoder_work
 
 GPUS = {"H100": (3.03e12, 780e12), "H200": (4.3e12, 780e12)}
@@ -108,5 +110,15 @@ def _cells(model: ComputedModel, gpu: str) -> Iterator[str]:
     yield f"{1e3 * seconds:.0f}, {PROMPT * PROMPT_SHARE / seconds:,.0f}"
 
 
+def fused_table() -> str:
+    """Bytes that decodes by fused layers read and write, over those of weights, keys and values, in Markdown."""
+    counts = (1, 2, 4, 8, 16)
+    lines = [["model", "tokens of a sequence", *(f"{count} row{'s' * (count > 1)}" for count in counts)]]
+    lines.append(["---"] * len(lines[0]))
+    for shape, context in product((QWEN3_06B, LLAMA_8B), (CONTEXT, PROMPT)):
+        lines.append([shape.name, f"{context:,}", *(f"{over_limit(shape, rows, context):.3f}" for rows in counts)])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
 if __name__ == "__main__":
-    print(table())
+    print(table(), fused_table(), sep="\n\n")

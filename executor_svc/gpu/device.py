@@ -26,6 +26,7 @@ from executor_svc.gpu.exact.products import ExactProducts
 from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
+from executor_svc.gpu.skinny.kernels import SkinnyKernels
 from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.gpu.stored_linear import FewBitsEmbedding, GpuStoredLinear, has_kernel
 from executor_svc.plan.description import ModelGeometry
@@ -104,7 +105,7 @@ class GpuDevice:
         self._few_bits_choices: FewBitsChoices | None = None
         if config.few_bits_products == "measured" and self._exact is None:
             self._few_bits_choices = FewBitsChoices(self._workspace, arch, num_sms)
-        self._kernels = GpuStateKernels(self.torch_device, arch, num_sms, self._attention)
+        self._kernels = SkinnyKernels(self.torch_device, arch, num_sms, self._attention, config.skinny_gemms)
         self.few_bits = FewBits()
 
     def _new_choices(self, config: ExecutorConfig, arch: int) -> KernelChecks:

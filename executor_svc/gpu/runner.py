@@ -12,6 +12,7 @@ from torch import Tensor
 
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.device.interface import Device
+from executor_svc.device.kernels import Kernels
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.gpu.graphs import (
     CudaGraphs,
@@ -26,6 +27,8 @@ from executor_svc.gpu.graphs import (
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.kernels.states.plan import GpuStatePlan
+from executor_svc.gpu.skinny.probe import probe_choices
+from executor_svc.gpu.skinny.recording import EitherKernels
 from executor_svc.gpu.slots.device_slots import DeviceSlots, is_decode
 from executor_svc.gpu.slots.slot_adapters import StepAdapters
 from executor_svc.models.loading import LoadedModel
@@ -59,6 +62,9 @@ class GpuRunner:
 
     With adapters the model is recorded twice, and steps of fixed sizes have graphs of their own.
     """
+
+    _adapted: StepAdapters | None = None
+    """Of the step that runs."""
 
     def __init__(
         self,
@@ -98,6 +104,7 @@ class GpuRunner:
         if isinstance(self._recorded.state_plan, GpuStatePlan):
             self._recurrent = self._recorded.state_plan
             self._recurrent.read_from(slots.buffers, slots.state, slots.states.tables, slots.states.saves)
+        self._probe(device.kernels, kv_cache.layers)
         self._step_adapters = None if loaded.adapters is None else StepAdapters(slots, self._recorded)
         decodes, adapted, self._mixed = [], [], []
         self.drafted: list[StepSizes] = []
@@ -119,6 +126,21 @@ class GpuRunner:
         if self._step_adapters is not None:
             self._with = self._fixed(adapted, adapted=True)
         self.use_adapters(False)
+
+    def _probe(self, kernels: Kernels, kv_layers: Sequence[Tensor]) -> None:
+        """Let decodes be computed by fused layers where this GPU is faster so; before any graph is captured."""
+        if not isinstance(kernels, EitherKernels):
+            return
+        longest = self._slots.limits.max_model_len
+        probe_choices(
+            kernels,
+            self._recorded.hidden,
+            lambda count: self._slots.inputs(StepSizes.decode(count)),
+            lambda count: self._run_hidden(StepSizes.decode(count), 1, longest, drafted=True),
+            kv_layers,
+            min(self._max_logits, self._most.num_tokens),
+            longest,
+        )
 
     def use_adapters(self, used: bool) -> None:
         """Say whether the next step has adapters: those of its slots' places."""

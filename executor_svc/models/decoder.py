@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,9 @@ from executor_svc.device.kernels import AttentionPlan, AttentionShape, Kernels, 
 from executor_svc.device.latent import latent_shape
 from executor_svc.device.states import StateMemory, StatePlan
 from executor_svc.models.base import Builder, WeightSource
+from executor_svc.models.fused_layers import fused_layers
 from executor_svc.models.kv_scales import SCALES
+from executor_svc.models.layers.fused import FusedLayers
 from executor_svc.models.layers.mlp import Mlp
 from executor_svc.models.layers.norm import Norm
 from executor_svc.models.layers.rope import make_rotary
@@ -20,6 +22,9 @@ from executor_svc.models.specs.spec import HEAD, DecoderSpec, LayerSizes, LayerS
 from executor_svc.models.weights.decoder_weights import DecoderWeights, LayerWeights
 from executor_svc.plan.description import LayerHeads
 from executor_svc.plan.state_sizes import LayerState
+
+_Keep = Callable[[int, Tensor], None]
+"""Is called before each layer, and after the last, with the index and the residual."""
 
 
 class _Step(NamedTuple):
@@ -31,6 +36,11 @@ class _Step(NamedTuple):
     tables: Sequence[int]
     states: Sequence[StateMemory | None]
     state_plan: StatePlan | None
+
+    def of_layer(self, index: int, rotary: int, plan: int) -> tuple[Rope, Tensor, AttentionPlan, int]:
+        """Return what attention takes beside its input."""
+        table = self.tables[index] if self.tables else 0
+        return self.ropes[rotary], self.kv_layers[index], self.plans[plan], table
 
 
 class Decoder:
@@ -78,6 +88,7 @@ class Decoder:
         for index, layer in enumerate(spec.layers):
             scales[index] = scales[index if layer.kv_of is None else layer.kv_of]
         self._layers = [reader.layer(i, *each) for i, each in enumerate(zip(shapes, scales, strict=True))]
+        self._fused = fused_layers(spec, self._layers, builder.kernels)
         self.final_norm = reader.final_norm()
         """A head of multi-token prediction may read what it returns."""
         self._embedding_scale = spec.embedding_scale
@@ -123,21 +134,42 @@ class Decoder:
         layers before it included, and for num_layers the result of `forward`. It is what vLLM's auxiliary hidden states
         are. Their shape is [T, len(state_layers) * hidden], side by side. They change no bit of the other result.
         """
-        kernels, scale = self._kernels, self._spec.residual_scale
+        kernels, hidden_size = self._kernels, self._spec.hidden_size
         residual, inputs = self._embedded(token_ids, ropes)
-        hidden_size = self._spec.hidden_size
         kept = kernels.new_rows("states", len(token_ids), len(state_layers) * hidden_size, residual.dtype)
 
-        def keep(index: int) -> None:
+        def keep(index: int, residual: Tensor) -> None:
             if index in state_layers:
                 kernels.copy_columns(residual, 0, kept, state_layers.index(index) * hidden_size, hidden_size)
 
         step = _Step(ropes, kv_layers, plans, tables, states, state_plan)
+        if self._fused is None:
+            return self._run_layers(residual, inputs, step, keep), kept
+        fused = self._fused
+        return fused.either(
+            residual,
+            kv_layers,
+            plans,
+            lambda: self._run_fused(fused, residual, step, keep),
+            lambda: self._run_layers(residual, inputs, step, keep),
+        ), kept
+
+    def _run_fused(self, fused: FusedLayers, residual: Tensor, step: _Step, keep: _Keep) -> None:
+        """Add the results of all layers to the residual."""
+        fused.begin(residual)
+        for index in range(self.num_layers):
+            keep(index, residual)
+            fused.run(index, residual, *step.of_layer(index, self._rotary_of[index], self._plan_of[index]))
+        keep(self.num_layers, residual)
+
+    def _run_layers(self, residual: Tensor, inputs: Tensor | None, step: _Step, keep: _Keep) -> Tensor:
+        """Return the residual with the results of all layers."""
+        kernels, scale = self._kernels, self._spec.residual_scale
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
             first = layer.before_attention if layer.mixes else layer.before_mlp
             normed, residual = self._read(first, delta, residual)
-            keep(index)
+            keep(index, residual)
             if layer.mixes:
                 delta = self._mixed(index, layer, normed, step)
                 if layer.mlp is not None:
@@ -146,8 +178,8 @@ class Decoder:
                 delta, residual = self._fed_forward(index, layer, layer.mlp, normed, residual, inputs)
         if delta is not None:
             residual = kernels.add(delta, residual, scale)
-        keep(self.num_layers)
-        return residual, kept
+        keep(self.num_layers, residual)
+        return residual
 
     def _embedded(self, token_ids: Tensor, ropes: Sequence[Rope]) -> tuple[Tensor, Tensor | None]:
         """Return the embeddings of a step's tokens, and the inputs of layers beside them, if there are such."""
@@ -165,9 +197,8 @@ class Decoder:
         """Return what attention, or a recurrence, or the sum of both, makes of a layer's input."""
         kernels, attended = self._kernels, None
         if layer.attention is not None:
-            rope, plan = step.ropes[self._rotary_of[index]], step.plans[self._plan_of[index]]
-            table = step.tables[index] if step.tables else 0
-            attended = layer.attention(normed, rope, step.kv_layers[index], plan, table)
+            around = step.of_layer(index, self._rotary_of[index], self._plan_of[index])
+            attended = layer.attention(normed, *around)
             if layer.after_attention is not None:
                 attended = layer.after_attention(attended)
         if layer.recurrent is None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu.computed import CONTEXT, MODELS, least_seconds, table
+from benchmarks.gpu.computed import CONTEXT, MODELS, fused_table, least_seconds, table
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B
 from tests.helpers.paths import ROOT
 
 BY_TITLE = {model.title.split(",")[0].split(" ")[0]: model for model in MODELS if "fp8" not in model.title}
 
 
-def test_the_page_holds_the_table() -> None:
+def test_the_page_holds_the_tables() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    assert f"\n{table()}\n" in page, "python -m benchmarks.gpu.computed prints what docs/gpu.md should hold"
+    for each in (table(), fused_table()):
+        assert f"\n{each}\n" in page, "python -m benchmarks.gpu.computed prints what docs/gpu.md should hold"
 
 
 @pytest.mark.parametrize(("name", "total", "active"), [("Qwen3-32B", 32.8e9, 32.8e9), ("gpt-oss-20b", 20.9e9, 3.6e9)])

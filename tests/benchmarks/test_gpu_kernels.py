@@ -324,6 +324,8 @@ def child(*arguments: str, packages: tuple[Path, ...] = ()) -> list[dict[str, An
         ("exact-products", "equal_percent"),
         pytest.param("exact-cublaslt", "us", marks=pytest.mark.long),
         pytest.param("exact-attention", "ratio", marks=pytest.mark.long),
+        ("skinny", "speedup"),
+        pytest.param("tune-skinny", "us", marks=pytest.mark.long),
         ("ceilings", "ms"),
     ],
 )
@@ -342,6 +344,14 @@ def test_whole_steps_run_in_a_separate_process() -> None:
     assert [line for line in lines if "done" not in line] == [{"loaded": True}, {"begun": 0}, {"begun": 4}]
     found = [line for line in lines if "done" in line]
     assert all(line["metrics"]["percent_of_limit"] > 0 and "error" not in line for line in found)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_whole_steps_of_fused_layers() -> None:
+    found = [line for line in child("steps-0.6b-skinny", "--every", "2") if "done" in line]
+    assert found[0]["metrics"]["percent_of_limit"] > 0
+    assert "error" not in found[0]
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from benchmarks.gpu.kernels import (
     linears,
     lora,
     recurrences,
+    skinny,
     steps,
     swaps,
 )
@@ -45,7 +46,7 @@ _TUNED_BY = ("kv", "batch", "context", "num_tokens")
 def groups_of(options: argparse.Namespace) -> list[Group]:
     """The chosen groups, ceilings always; of whole steps those of the chosen shapes."""
     shapes = {shape.name for shape in options.shapes}
-    of_shapes = [*steps.GROUPS.items(), (steps.EXACT_SHAPE, steps.EXACT)]
+    of_shapes = [*steps.GROUPS.items(), *steps.SKINNY.items(), (steps.EXACT_SHAPE, steps.EXACT)]
     other_steps = [] if options.trial else [group for name, group in of_shapes if name not in shapes]
     chosen = [group.name for group in ORDER if group not in other_steps] if options.groups is None else options.groups
     return [group for group in ORDER if group.name in chosen or group is CEILINGS]
@@ -175,6 +176,8 @@ ORDER: tuple[Group, ...] = (
     exact.CUBLASLT,
     exact.ATTENTION,
     *steps.GROUPS.values(),
+    skinny.GROUP,
+    *steps.SKINNY.values(),
     steps.EXACT,
     elementwise.GROUP,
     linears.GROUP,
@@ -186,6 +189,7 @@ ORDER: tuple[Group, ...] = (
     attention_tuning.TUNE_PREFILL,
     attention_tuning.TUNE_DECODE,
     attention_tuning.TUNE_SEGMENTS,
+    skinny.TUNE,
     flashinfer.GROUP,
 )
 GROUPS: dict[str, Group] = {group.name: group for group in (*ORDER, *WARM.values())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,15 +27,18 @@ def _growth(tiny: bool) -> int:
     return 10 if tiny else _WARM_STEPS + max(_STEPS, _TRACED_STEPS) + 8
 
 
-def driver_options(most_seqs: int, context: int, tiny: bool, numerics: str = "fast") -> dict[str, object]:
-    """Options of the executor: blocks for `most_seqs` sequences of this context, and steps of 8k tokens."""
+def driver_options(most_seqs: int, context: int, tiny: bool, **chosen: str) -> dict[str, object]:
+    """Options of the executor: blocks for `most_seqs` sequences of this context, and steps of 8k tokens.
+
+    chosen: options that a group is about.
+    """
     longest = context + _growth(tiny) if tiny else max(context, _BATCHED_TOKENS) + _growth(tiny)
     tokens = 64 if tiny else _BATCHED_TOKENS
     per_seq = -(-(context + _growth(tiny)) // _BLOCK_SIZE)
     return {
         "device": "cuda",
         "dtype": "auto",
-        "numerics": numerics,
+        "numerics": "fast",
         "load_format": "dummy",
         "block_size": _BLOCK_SIZE,
         "num_gpu_blocks": max(most_seqs * per_seq, -(-longest // _BLOCK_SIZE)) + 64,
@@ -44,19 +47,19 @@ def driver_options(most_seqs: int, context: int, tiny: bool, numerics: str = "fa
         "max_num_batched_tokens": max(tokens, most_seqs),
         # The least that the executor takes; this driver has at most two plans in flight.
         "max_inflight_plans": 4,
-    }
+    } | chosen
 
 
-def _driver(bench: Bench, shape: ModelShape, most_seqs: int, context: int, numerics: str) -> PlanDriver:
+def _driver(bench: Bench, shape: ModelShape, most_seqs: int, context: int, chosen: Mapping[str, str]) -> PlanDriver:
     def make() -> PlanDriver:
         folder = write_config(shape, Path(tempfile.mkdtemp(prefix="cadenza-shape-")))
-        return PlanDriver(folder, **driver_options(most_seqs, context, bench.tiny, numerics))
+        return PlanDriver(folder, **driver_options(most_seqs, context, bench.tiny, **chosen))
 
     return bench.cached(f"driver {shape.name}", make)
 
 
-def _open(bench: Bench, shape: ModelShape, most_seqs: int, context: int, numerics: str) -> PlanDriver:
-    driver = _driver(bench, shape, most_seqs, context, numerics)
+def _open(bench: Bench, shape: ModelShape, most_seqs: int, context: int, chosen: Mapping[str, str]) -> PlanDriver:
+    driver = _driver(bench, shape, most_seqs, context, chosen)
     driver.open()
     return driver
 
@@ -66,31 +69,31 @@ def _group(
     shape: ModelShape,
     batches: tuple[int, ...],
     prefills: tuple[tuple[int, int], ...],
-    mixed: tuple[int, int],
+    mixed: tuple[int, int] | None,
     decode_goal: float,
     limit_s: float,
-    numerics: str = "fast",
+    **chosen: str,
 ) -> Group:
     def cases(tiny: bool) -> Sequence[Case]:
         model, context = (TINY, 40) if tiny else (shape, _CONTEXT)
         counts = (1, 3) if tiny else batches
-        whole = ((1, 40), (2, 20)) if tiny else prefills
-        beside, length = (1, 8) if tiny else mixed
-        driver = partial(_open, shape=model, most_seqs=max(counts), context=context, numerics=numerics)
+        whole = ((1, 40), (2, 20)) if tiny and prefills else prefills
+        driver = partial(_open, shape=model, most_seqs=max(counts), context=context, chosen=chosen)
+        beside, length = (1, 8) if tiny or mixed is None else mixed
         return [
             *(_decode_case(model, driver, count, context, decode_goal) for count in counts),
             *(_prefill_case(model, driver, *each) for each in whole),
-            _mixed_case(model, driver, beside, context, length),
+            *([] if mixed is None else [_mixed_case(model, driver, beside, context, length)]),
             # Last: after a trace, later steps of the process may be slower.
             *(_traced_decode_case(model, driver, count, context) for count in counts),
-            _traced_mixed_case(model, driver, beside, context, length),
+            *([] if mixed is None else [_traced_mixed_case(model, driver, beside, context, length)]),
         ]
 
     def preload(bench: Bench) -> None:
         model, context, counts = (TINY, 40, (1, 3)) if bench.tiny else (shape, _CONTEXT, batches)
-        _driver(bench, model, max(counts), context, numerics).wait_loaded()
+        _driver(bench, model, max(counts), context, chosen).wait_loaded()
 
-    title = f"steps of {shape.name}, random weights, bf16{'' if numerics == 'fast' else f', {numerics}'}"
+    title = ", ".join([f"steps of {shape.name}, random weights, bf16", *map(" ".join, chosen.items())])
     return Group(name, title, cases, limit_s, preload)
 
 
@@ -208,10 +211,16 @@ def _prefill_case(shape: ModelShape, driver: Callable[[Bench], PlanDriver], coun
 
 
 GROUPS = {
-    LLAMA_8B.name: _group("steps-8b", LLAMA_8B, (1, 16, 64, 256), ((1, 8192), (8, 1024)), (128, 512), 88.0, 165),
-    QWEN3_06B.name: _group("steps-0.6b", QWEN3_06B, (1, 64), ((1, 8192),), (32, 512), 70.0, 95),
+    LLAMA_8B.name: _group("steps-8b", LLAMA_8B, (1, 4, 16, 64, 256), ((1, 8192), (8, 1024)), (128, 512), 88.0, 165),
+    QWEN3_06B.name: _group("steps-0.6b", QWEN3_06B, (1, 4, 16, 64), ((1, 8192),), (32, 512), 70.0, 95),
 }
 """By the name of the shape."""
 EXACT_SHAPE = LLAMA_8B.name
-EXACT = _group("steps-8b-exact", LLAMA_8B, (64, 256), ((1, 8192),), (128, 512), 79.0, 110, "exact")
+EXACT = _group("steps-8b-exact", LLAMA_8B, (64, 256), ((1, 8192),), (128, 512), 79.0, 110, numerics="exact")
 """In exact mode, to be held against `steps-8b`: its goal is nine tenths of that one's."""
+_FEW = (1, 4, 16)
+SKINNY = {
+    LLAMA_8B.name: _group("steps-8b-skinny", LLAMA_8B, _FEW, (), None, 88.0, 90, skinny_gemms="on"),
+    QWEN3_06B.name: _group("steps-0.6b-skinny", QWEN3_06B, _FEW, (), None, 70.0, 60, skinny_gemms="on"),
+}
+"""Decodes by fused layers, to be held against those of `GROUPS`; by the name of the shape."""

@@ -37,12 +37,12 @@ def _exp(x):
 
 
 @triton.jit
-def _silu(gate):
+def silu(gate):
     return gate / (_exp(-gate) + 1.0)
 
 
 @triton.jit
-def _gelu_tanh(gate):
+def gelu_tanh(gate):
     """The tanh form of gelu (Hendrycks and Gimpel, 2016), x / 2 * (1 + tanh(u)), as x / (1 + exp(-2u))."""
     return gate / (_exp((gate * gate * (-_GELU_SCALE * _GELU_CUBE) - _GELU_SCALE) * gate) + 1.0)
 
@@ -95,7 +95,7 @@ def _gated(gate_up, out, WIDTH: tl.constexpr, GELU: tl.constexpr, CHUNK: tl.cons
     gate = tl.load(gate_up + row * (2 * WIDTH) + columns, mask, other=0.0)
     up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + columns, mask, other=0.0)
     wide = gate.to(tl.float32)
-    activated = _gelu_tanh(wide) if GELU else _silu(wide)
+    activated = gelu_tanh(wide) if GELU else silu(wide)
     product = activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * WIDTH + columns, product.to(gate.dtype), mask)
 
@@ -136,7 +136,7 @@ def _activate_times(
     value = tl.load(x + row * X_STRIDE + columns, mask, other=0.0)
     factor = tl.load(factors + row * STRIDE + columns, mask, other=0.0)
     wide = value.to(tl.float32)
-    activated = _gelu_tanh(wide) if GELU else 1.0 / (_exp(-wide) + 1.0)
+    activated = gelu_tanh(wide) if GELU else 1.0 / (_exp(-wide) + 1.0)
     product = activated.to(value.dtype).to(tl.float32) * factor.to(tl.float32)
     tl.store(out + row * WIDTH + columns, product.to(value.dtype), mask)
 
@@ -163,7 +163,7 @@ def _plain(x, out, scalars, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, CHUNK
     if ACTIVATION == "gelu":
         wide = _gelu(wide)
     elif ACTIVATION == "gelu_tanh":
-        wide = _gelu_tanh(wide)
+        wide = gelu_tanh(wide)
     elif ACTIVATION == "relu":
         wide = tl.where(wide < 0.0, 0.0, wide)
     elif ACTIVATION == "relu2":

@@ -53,7 +53,7 @@ def _tile(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sum(x, residual, scale, SCALED: tl.constexpr):
+def scaled_sum(x, residual, scale, SCALED: tl.constexpr):
     """Return x * scale + residual in the dtype of residual, rounded after the product and after the sum."""
     x = x.to(tl.float32)
     if SCALED:
@@ -88,7 +88,7 @@ def _add_rms_norm(
     added = tl.load(x + offsets, mask, other=0.0)
     kept = tl.load(residual + offsets, mask, other=0.0)
     factors = tl.load(weight + columns, columns < WIDTH, other=0.0)
-    total = _sum(added, kept, scale, SCALED)
+    total = scaled_sum(added, kept, scale, SCALED)
     tl.store(residual + offsets, total, mask)
     wide = total.to(tl.float32)
     tl.store(out + offsets, weighted(wide, root_mean_square(wide, eps, WIDTH), factors, total.dtype), mask)
@@ -132,7 +132,7 @@ def _add_layer_norm(
     kept = tl.load(residual + offsets, mask, other=0.0)
     factors = tl.load(weight + columns, columns < WIDTH, other=0.0)
     addends = tl.load(bias + columns, columns < WIDTH, other=0.0)
-    total = _sum(added, kept, scale, SCALED)
+    total = scaled_sum(added, kept, scale, SCALED)
     tl.store(residual + offsets, total, mask)
     normed = _centred(total.to(tl.float32), factors, addends, mask, eps, WIDTH)
     tl.store(out + offsets, normed.to(total.dtype), mask)
@@ -176,7 +176,7 @@ def _add(
     offsets, mask, _ = _tile(rows, WIDTH, ROWS, BLOCK)
     added = tl.load(x + offsets, mask, other=0.0)
     kept = tl.load(residual + offsets, mask, other=0.0)
-    total = _sum(added, kept, scale, SCALED)
+    total = scaled_sum(added, kept, scale, SCALED)
     if MULTIPLIED:
         total = (total.to(tl.float32) * tl.load(factor).to(tl.float32)).to(total.dtype)
     tl.store(residual + offsets, total, mask)

@@ -40,5 +40,7 @@ class Variant:
     """Whether each row of a product's result must be in one warp, on sm_90: then its sums have one order."""
     copies: bool = False
     """Whether its sm_90 PTX must load with the copy engine."""
+    narrow_loads: int | None = None
+    """Most instructions that read less than 16 bytes of global memory at once; None: any number."""
     quick: bool = False
     """Whether every `make test` compiles it."""

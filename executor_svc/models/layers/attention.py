@@ -79,10 +79,10 @@ class Attention:
         sinks: as in `Kernels.attention`; gated: as `DecoderSpec.attention_gate`. ranks: that have all heads together,
         where the norms are of all of them. head_gate: as of `LayerNames`, with the row of a head for each column.
         """
-        self._shape = shape
-        self._qkv = qkv
-        self._output = output
-        self._norms = norms
+        self.shape = shape
+        self.qkv = qkv
+        self.output = output
+        self.norms = norms
         self._scales = scales
         self._kernels = kernels
         self._sinks = sinks
@@ -90,22 +90,28 @@ class Attention:
         self._ranks = ranks
         self._head_gate = head_gate
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no sinks, gates, scales of keys and values, and ranks."""
+        others = self._scales, self._sinks, self._ranks, self._head_gate
+        return not self._gate_columns and all(each is None for each in others)
+
     def __call__(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan, table: int = 0) -> Tensor:
         """Return [T, hidden] for x [T, hidden]; write this step's keys and values, if it has its own, to kv_layer.
 
         table: as in `Kernels.rope_write_kv`.
         """
-        kernels, qkv, norms = self._kernels, self._qkv(x), self._norms
+        kernels, qkv, norms = self._kernels, self.qkv(x), self.norms
         gates, qkv = qkv[:, : self._gate_columns], qkv[:, self._gate_columns :]
         if self._ranks is not None and norms is not None:
-            qkv, norms = self._ranks.norm_all_heads(qkv, norms, self._shape), None
-        q = kernels.rope_write_kv(qkv, rope, kv_layer, self._shape, plan, norms, self._scales, table)
-        attended = kernels.attention(q, kv_layer, self._shape, plan, self._scales, self._sinks, table)
+            qkv, norms = self._ranks.norm_all_heads(qkv, norms, self.shape), None
+        q = kernels.rope_write_kv(qkv, rope, kv_layer, self.shape, plan, norms, self._scales, table)
+        attended = kernels.attention(q, kv_layer, self.shape, plan, self._scales, self._sinks, table)
         if self._gate_columns:
             attended = kernels.activate_times(gates, attended, 0, "sigmoid")
         if self._head_gate is not None:
             attended = kernels.activate_times(self._head_gate(x), attended, 0, "sigmoid")
-        return self._output(attended)
+        return self.output(attended)
 
 
 def pad_output(weight: Tensor, shape: AttentionShape) -> Tensor:

@@ -25,15 +25,15 @@ class GatedMlp:
     """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: GatedActivation, kernels: Kernels) -> None:
-        self._gate_up = gate_up
-        self._down = down
-        self._activation = activation
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
         self._activate = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate_up, down = self._gate_up(x), self._down
+        gate_up, down = self.gate_up(x), self.down
         if isinstance(down, GatedLinear):
-            return down.of_gated(gate_up, self._activation)
+            return down.of_gated(gate_up, self.activation)
         return down(self._activate(gate_up))
 
 

@@ -26,17 +26,17 @@ class RmsNorm:
 
     def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
         """weight: [hidden], in the model's dtype or in fp32, with the meaning described in `Kernels.rms_norm`."""
-        self._weight, self._eps, self._kernels = weight, eps, kernels
+        self.weight, self.eps, self._kernels = weight, eps, kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.rms_norm(x, self._weight, self._eps)
+        return self._kernels.rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        return self._kernels.add_rms_norm(x, residual, self._weight, self._eps, scale)
+        return self._kernels.add_rms_norm(x, residual, self.weight, self.eps, scale)
 
     def plus(self, x: Tensor, into: Tensor) -> Tensor:
         """Return the normalized rows of x, plus those of into, rounded after each; may write into both."""
-        return self._kernels.add_normed_groups(x, into, self._weight, self._eps, 1.0, 1.0)
+        return self._kernels.add_normed_groups(x, into, self.weight, self.eps, 1.0, 1.0)
 
 
 class LayerNorm:

@@ -2,7 +2,8 @@
 
 Triton compiles for it and launches what it has compiled by its own launcher: with the arguments, grids, shared memory
 and descriptors that it would have there. All tensors lie on the CPU and hold whatever they held before. Run with the
-folder of the stub, in whose environment it is found, that of a checkpoint, and a source of drafts; prints JSON.
+folder of the stub, in whose environment it is found, that of a checkpoint, a source of drafts, and options in JSON that
+replace some; prints JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,20 @@ def noted_compiles(patch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def main(stub_folder: str, checkpoint: str, speculative: str) -> None:
+def noted_launches(patch: pytest.MonkeyPatch) -> list[str]:
+    """Names of kernels, as they are launched."""
+    found: list[str] = []
+    run = JITFunction.run
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    patch.setattr(JITFunction, "run", noted)
+    return found
+
+
+def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}") -> None:
     stub = ctypes.CDLL(str(Path(stub_folder, LIBRARY)), mode=ctypes.RTLD_GLOBAL)
     driver.set_active(StubbedDriver())
     from tests.executor_svc.gpu.test_warm_up import started
@@ -73,10 +88,10 @@ def main(stub_folder: str, checkpoint: str, speculative: str) -> None:
         # Tensors lie where they would lie for the interpreter.
         patch.setattr(startup_device, "is_interpreted", lambda: True)
         patch.setattr(gpu_device, "is_interpreted", lambda: True)
-        compiled = noted_compiles(patch)
+        compiled, names = noted_compiles(patch), noted_launches(patch)
         COMPILED.listen()
         began = time.monotonic()
-        executor = started(Path(checkpoint), patch, speculative=speculative, **OPTIONS)
+        executor = started(Path(checkpoint), patch, speculative=speculative, **OPTIONS | json.loads(options))
         num_at_start, start_s = len(compiled), time.monotonic() - began
         drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
         other = SequenceSampling(min_tokens=3, stop_token_ids=ints(4), num_prompt_logprobs=1)
@@ -90,14 +105,17 @@ def main(stub_folder: str, checkpoint: str, speculative: str) -> None:
             {"admitted": (second,), "scheduled": scheduled((0, 10, True), (2, 1, True))},
             *({"decode_ready": True, "max_drafts": most} for most in (0, 2, 3)),
         ]
-        launches = [stub.stub_launches()]
+        launches, by_step = [stub.stub_launches()], []
         for step_id, fields in enumerate(steps, 1):
+            names.clear()
             executor.launch(plan(step_id=step_id, **fields), 0).result()
             launches.append(stub.stub_launches())
+            by_step.append(Counter(names))
     seen = {
         "compiled": compiled[:num_at_start],
         "compiled_by_steps": compiled[num_at_start:],
         "launches": [after - before for before, after in itertools.pairwise(launches)],
+        "names": by_step,
         "num_descriptors": stub.stub_descriptors(),
         "compiled_anew": COMPILED.num_compiled,
         "from_cache": COMPILED.num_cached,

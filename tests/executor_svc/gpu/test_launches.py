@@ -78,23 +78,16 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(
         shape |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 80}
     make = make_mimo if kernels is OF_HEADS else partial(make_checkpoint, family=family)
     folder = make(tmp_path / "model", vocab_size=500, dtype=torch.bfloat16, **shape)
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_")},
-        "TRITON_LIBCUDA_PATH": str(stub),
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "CC": str(stub / "cc"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
-    }
     speculative = "mtp" if kernels is OF_HEADS else "ngram"
-    ahead = family == "llama"
+    cache, ahead = tmp_path / "cache", family == "llama"
     if ahead:
         options = {**OPTIONS, "model": folder, "speculative": speculative}
         del options["num_gpu_blocks"]
         arguments = [each for name, value in options.items() for each in (f"--{name.replace('_', '-')}", str(value))]
-        run("executor_svc.startup.compile_ahead", "--arch", "90", "--into", str(tmp_path), *arguments, env=environment)
-        environment["TRITON_CACHE_DIR"] = str(tmp_path / "triton")
-    ended = run("tests.executor_svc.gpu.stubbed_start", str(stub), str(folder), speculative, env=environment)
-    seen = json.loads(ended.stdout.splitlines()[-1])
+        into = ("--arch", "90", "--into", str(tmp_path))
+        run("executor_svc.startup.compile_ahead", *into, *arguments, env=environment(stub, cache))
+        cache = tmp_path / "triton"
+    seen = seen_by(stub, folder, speculative, cache)
     assert seen["compiled_by_steps"] == []
     assert (seen["compiled_anew"] == 0) == ahead, "what was compiled ahead is what is launched"
     assert seen["from_cache"] + seen["compiled_anew"] > 30
@@ -104,3 +97,23 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(
     assert len(seen["launches"]) == 5
     assert min(seen["launches"]) > 10
     assert seen["num_descriptors"] > 0, OPTIONS
+
+
+def environment(stub: Path, cache: Path) -> dict[str, str]:
+    """Of processes that launch kernels on the stub; cache: the folder of Triton's."""
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_")},
+        "TRITON_LIBCUDA_PATH": str(stub),
+        "TRITON_CACHE_DIR": str(cache),
+        "CC": str(stub / "cc"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
+    }
+
+
+def seen_by(stub: Path, folder: Path, drafts: str, cache: Path | None = None, **options: Any) -> dict[str, Any]:
+    """What a process of `stubbed_start` prints."""
+    arguments = (str(stub), str(folder), drafts, json.dumps(options))
+    env = environment(stub, cache or stub / "cache")
+    ended = run("tests.executor_svc.gpu.stubbed_start", *arguments, env=env)
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found

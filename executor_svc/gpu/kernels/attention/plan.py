@@ -37,30 +37,29 @@ class GpuAttentionPlan:
         self.num_tiles = 0
         self.slot_mappings = torch.full((num_tables, padded(max_tokens)), -1, dtype=torch.int64, device=device)
         """[num_tables, at least max_tokens]: where the step's tokens are written, by block table."""
-        self._shape = shape
-        self._arch = arch
-        self._num_sms = num_sms
+        self.shape = shape
+        self.arch, self.num_sms = arch, num_sms
         self._max_model_len = max_model_len
         width = -(-max_model_len // _SMALLEST_BLOCK)
         self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_seqs, num_tables, padded(width), dtype=torch.int32, device=device)
-        self._scratch = self._new_scratch(device)
+        self.scratch = self._new_scratch(device)
         ones = torch.ones(shape.num_kv_heads, dtype=torch.float32, device=device)
         self._unscaled = KVScales(ones, ones)
-        self._num_seqs = self._max_query_len = self._max_seq_len = 0
+        self.num_seqs = self.max_query_len = self._max_seq_len = 0
 
     def _new_scratch(self, device: torch.device) -> SegmentScratch:
-        shape, num_sms = self._shape, self._num_sms
+        shape, num_sms = self.shape, self.num_sms
         if shape.latent is not None:
             return SegmentScratch.of_latents(shape.latent, num_sms, device)
         return SegmentScratch.of(shape.num_heads, shape.num_kv_heads, shape.padded_head_size, num_sms, device)
 
     def fill(self, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
         """Set the step, from tensors on the host; arguments as in `forward_batch.ForwardBatch`."""
-        num_tokens, self._num_seqs = slot_mapping.shape[-1], seq_lens.shape[0]
-        tables = block_tables.view(self._num_seqs, -1, block_tables.shape[-1])
-        self._max_query_len = int(query_start_loc.diff().max())
+        num_tokens, self.num_seqs = slot_mapping.shape[-1], seq_lens.shape[0]
+        tables = block_tables.view(self.num_seqs, -1, block_tables.shape[-1])
+        self.max_query_len = int(query_start_loc.diff().max())
         self._max_seq_len = int(seq_lens.max())
         self.num_tiles = num_tokens
         for into, given in (
@@ -79,12 +78,12 @@ class GpuAttentionPlan:
 
     def set_sizes(self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> None:
         """Set the sizes of the step for launches; for a capture, those of the longest step of the graph."""
-        self._num_seqs, self.num_tiles = num_seqs, num_tokens
-        self._max_query_len, self._max_seq_len = max_query_len, max_seq_len
+        self.num_seqs, self.num_tiles = num_seqs, num_tokens
+        self.max_query_len, self._max_seq_len = max_query_len, max_seq_len
 
     def step(self, table: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the step's query_start_loc, seq_lens and one of its block tables, on the device."""
-        seqs = self._num_seqs
+        seqs = self.num_seqs
         return self._starts[: seqs + 1], self._lens[:seqs], self._tables[:seqs, table]
 
     def scales(self, kv_layer: Tensor, given: KVScales | None = None) -> KVScales | None:
@@ -102,14 +101,26 @@ class GpuAttentionPlan:
         table: int = 0,
     ) -> None:
         """Enqueue attention of q [T, H, D] over the sequences of the step, by one of their tables; out: [T, H * D]."""
-        shape, scales = self._shape, self.scales(kv_layer, given)
-        call = AttentionCall(
+        self._run(self.call(q, kv_layer, out, given, sinks, table))
+
+    def call(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        out: Tensor,
+        given: KVScales | None = None,
+        sinks: Tensor | None = None,
+        table: int = 0,
+    ) -> AttentionCall:
+        """Return the arguments of attention over the sequences of the step, as `attend` takes them."""
+        shape, scales = self.shape, self.scales(kv_layer, given)
+        return AttentionCall(
             q,
             kv_layer,
             *self.step(table),
             out,
             shape.scale,
-            self._max_query_len,
+            self.max_query_len,
             self._max_seq_len,
             shape.window,
             shape.softcap,
@@ -119,13 +130,12 @@ class GpuAttentionPlan:
             shape.chunk,
             shape.latent,
         )
-        self._run(call)
 
     def _run(self, call: AttentionCall) -> None:
         """Enqueue this call."""
-        kind, lengths = call.kind, (self._max_query_len, self._max_seq_len)
+        kind, lengths = call.kind, (self.max_query_len, self._max_seq_len)
         wants_split = default_segments(kind).wants_split
-        if wants_split(self._num_seqs, call.num_kv_heads, *lengths, self._num_sms, split_tokens(kind)):
-            split_attention(call, self._arch, self._scratch, self._num_sms)
+        if wants_split(self.num_seqs, call.num_kv_heads, *lengths, self.num_sms, split_tokens(kind)):
+            split_attention(call, self.arch, self.scratch, self.num_sms)
         else:
-            attention(call, self._arch)
+            attention(call, self.arch)

@@ -41,36 +41,17 @@ def split_tokens(kind: AttentionKind) -> int:
     return 1 if kind.dtype == torch.float32 else max(1, DRAFTS_ROWS // kind.group)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "num_kv_heads",
-        "block_rows",
-        "value_rows",
-        "group",
-        "block_size",
-        "block_bits",
-        "parts",
-        "segments",
-        "least_tiles",
-        "max_tokens",
-        "window",
-    ],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale", "sinks"],
-)
-def split_kernel(
-    q, cache, query_start_loc, seq_lens, block_tables, out, k_scale, v_scale, sinks, sums, stats, counters, q_stride,
-    table_stride, num_kv_heads, block_rows, value_rows, group, block_size, block_bits, parts, segments, least_tiles,
-    max_tokens, scale, softcap, window, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
-    MORE: tl.constexpr, MORE_PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr, COPIES: tl.constexpr,
-    STAGES: tl.constexpr, MANY: tl.constexpr, MERGES: tl.constexpr, MOST: tl.constexpr,
+@triton.jit
+def share_of(
+    query_start_loc, seq_lens, num_kv_heads, parts, segments, least_tiles, max_tokens, group, window,
+    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """Process one of `parts` runs of segments of one sequence's KV head.
+    """Return what this program computes, of one sequence's KV head: `parts` programs share its segments.
 
-    Writes weighted values to sums [S, KVH, segments, max_tokens * H / KVH, D], and maximum and sum of the weights to
-    stats [the same, 2]. With MERGES the last of a KV head's programs to end, found by counters [S, KVH], merges them.
-    Without MANY max_tokens is 1.
+    Returns:
+        head, sequence and its length; its first token in the batch, number of tokens, and first position;
+        the rows of a record; token index [ROWS] of each row, and the number of rows that exist;
+        first key tile, tiles of a segment, and segments of the sequence; first and last + 1 of this program's.
     """
     program = tl.program_id(0)
     head = program % num_kv_heads
@@ -91,18 +72,31 @@ def split_kernel(
         position = length - 1
         records = group
     begin, size, count = segments_of(length, position, window, segments, least_tiles, TILE, HAS_WINDOW)
-    first, after = part * count // parts, (part + 1) * count // parts
-    if (first == after) | (num_tokens == 0):
-        return
+    of_sequence = head, sequence, length, start, num_tokens, position
+    of_rows = records, token, num_rows
+    return of_sequence, of_rows, (begin, size, count, part * count // parts, (part + 1) * count // parts)
+
+
+@triton.jit
+def attend_share(
+    query, more, cache, kv_head, of_sequence, of_rows, of_segments, block_tables, out, k_scale, v_scale, sinks, sums,
+    stats, counters, table_stride, num_kv_heads, block_rows, value_rows, group, block_size, block_bits, parts, segments,
+    scale, softcap, window, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, MORE: tl.constexpr,
+    MORE_PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr, COPIES: tl.constexpr,
+    STAGES: tl.constexpr, MERGES: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Write the result of a query tile [ROWS, PADDED] over this program's segments, or records of them.
+
+    more, kv_head: as in `attend`; of_sequence, of_rows, of_segments: from `share_of`; other arguments as in
+    `split_kernel`.
+    """
+    head, sequence, length, start, _, position = of_sequence
+    records, token, num_rows = of_rows
+    begin, size, count, first, after = of_segments
+    rows = tl.arange(0, ROWS)
     there = rows_and_columns(rows < num_rows, HEAD_SIZE, PADDED)
     low = first_seen(position, window, HAS_WINDOW)
-    q_places = query_places(q, rows, token, head, start, q_stride, group, WIDTH, PADDED)
-    query = tl.load(q_places, mask=there, other=0.0)
-    more, kv_head = query, head
-    if MORE > 0:
-        last = query_places(q + (WIDTH - MORE), rows, token, head, start, q_stride, group, WIDTH, MORE_PADDED)
-        more = tl.load(last, mask=rows_and_columns(rows < num_rows, MORE, MORE_PADDED), other=0.0)
-        kv_head = 0  # all heads have the same keys
     query, more, inner, outer = as_multiplied(
         query, more, kv_head, k_scale, scale, softcap, MORE, HAS_SOFTCAP, HAS_SCALES
     )
@@ -135,6 +129,61 @@ def split_kernel(
                     values, weights, records, 0, num_rows, count, out, v_scale, sinks, head, kv_head, start,
                     num_kv_heads, group, softcap, HEAD_SIZE, PADDED, MOST, HAS_SCALES, HAS_SINKS, HAS_SOFTCAP,
                 )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "num_kv_heads",
+        "block_rows",
+        "value_rows",
+        "group",
+        "block_size",
+        "block_bits",
+        "parts",
+        "segments",
+        "least_tiles",
+        "max_tokens",
+        "window",
+    ],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "k_scale", "v_scale", "sinks"],
+)
+def split_kernel(
+    q, cache, query_start_loc, seq_lens, block_tables, out, k_scale, v_scale, sinks, sums, stats, counters, q_stride,
+    table_stride, num_kv_heads, block_rows, value_rows, group, block_size, block_bits, parts, segments, least_tiles,
+    max_tokens, scale, softcap, window, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
+    MORE: tl.constexpr, MORE_PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr, COPIES: tl.constexpr,
+    STAGES: tl.constexpr, MANY: tl.constexpr, MERGES: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Process one of `parts` runs of segments of one sequence's KV head.
+
+    Writes weighted values to sums [S, KVH, segments, max_tokens * H / KVH, D], and maximum and sum of the weights to
+    stats [the same, 2]. With MERGES the last of a KV head's programs to end, found by counters [S, KVH], merges them.
+    Without MANY max_tokens is 1.
+    """
+    of_sequence, of_rows, of_segments = share_of(
+        query_start_loc, seq_lens, num_kv_heads, parts, segments, least_tiles, max_tokens, group, window,
+        ROWS, TILE, HAS_WINDOW, MANY,
+    )  # fmt: skip
+    head, _, _, start, num_tokens, _ = of_sequence
+    _, token, num_rows = of_rows
+    if (of_segments[3] == of_segments[4]) | (num_tokens == 0):
+        return
+    rows = tl.arange(0, ROWS)
+    q_places = query_places(q, rows, token, head, start, q_stride, group, WIDTH, PADDED)
+    query = tl.load(q_places, mask=rows_and_columns(rows < num_rows, HEAD_SIZE, PADDED), other=0.0)
+    more, kv_head = query, head
+    if MORE > 0:
+        last = query_places(q + (WIDTH - MORE), rows, token, head, start, q_stride, group, WIDTH, MORE_PADDED)
+        more = tl.load(last, mask=rows_and_columns(rows < num_rows, MORE, MORE_PADDED), other=0.0)
+        kv_head = 0  # all heads have the same keys
+    attend_share(
+        query, more, cache, kv_head, of_sequence, of_rows, of_segments, block_tables, out, k_scale, v_scale, sinks,
+        sums, stats, counters, table_stride, num_kv_heads, block_rows, value_rows, group, block_size, block_bits,
+        parts, segments, scale, softcap, window, HEAD_SIZE, PADDED, WIDTH, MORE, MORE_PADDED, ROWS, TILE, HAS_WINDOW,
+        HAS_SOFTCAP, HAS_SCALES, HAS_SINKS, COPIES, STAGES, MERGES, MOST,
+    )  # fmt: skip
 
 
 def split_attention(

@@ -134,7 +134,8 @@ def variants_of(
                     and 90 in archs
                     and config.rows >= _WGMMA_ROWS,
                     copies=config.copies and "cache" in signature,
-                    quick=name_of(case) in _QUICK,
+                    # Of the copy engine's tiles the prompts' are enough.
+                    quick=name_of(case) in _QUICK and (phase is Phase.PREFILL or not config.copies),
                 )
             )
     return found

@@ -125,6 +125,11 @@ def build_errors(variant: Variant, build: Build) -> list[str]:
         found.append(f"divides rows of products among {build.column_warps} warps, and must not")
     if variant.copies and build.arch == 90 and not build.num_bulk_copies:
         found.append("has no instruction to the copy engine in its PTX, and must")
+    narrow = build.num_loads - build.num_wide_loads
+    if variant.narrow_loads is not None and narrow > variant.narrow_loads:
+        found.append(
+            f"reads less than 16 bytes at once with {narrow} instructions, and may with {variant.narrow_loads}"
+        )
     if build.shared > MAX_SHARED[build.arch]:
         found.append(f"needs {build.shared} bytes of shared memory; a block has {MAX_SHARED[build.arch]}")
     return found

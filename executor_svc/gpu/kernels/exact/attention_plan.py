@@ -32,11 +32,11 @@ class ExactAttentionPlan(GpuAttentionPlan):
         super().__init__(shape, max_model_len, max_tokens, max_seqs, device, arch, num_sms, num_tables)
 
     def _new_scratch(self, device: torch.device) -> SegmentScratch:
-        shape, latent = self._shape, self._shape.latent
+        shape, latent = self.shape, self.shape.latent
         columns = shape.padded_head_size if latent is None else latent
         heads = 1 if latent is not None else shape.num_kv_heads
         segments = most_segments(self._max_model_len, 1, shape.window or shape.chunk or 0)
-        return new_scratch(shape.num_heads, heads, columns, segments, self._num_sms, device)
+        return new_scratch(shape.num_heads, heads, columns, segments, self.num_sms, device)
 
     def _run(self, call: AttentionCall) -> None:
-        exact_attention(call, self._arch, self._scratch, self._num_sms, self._wide)
+        exact_attention(call, self.arch, self.scratch, self.num_sms, self._wide)

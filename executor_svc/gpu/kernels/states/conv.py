@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from executor_svc.gpu.kernels.activation import _silu
+from executor_svc.gpu.kernels.activation import silu
 from executor_svc.gpu.kernels.rows import DTYPES, check, check_rows, options, variant
 from executor_svc.gpu.kernels.states.step import (
     LINE_BYTES,
@@ -67,7 +67,7 @@ def _convolve(
         total += tl.load(bias + channel, channels, other=0.0).to(tl.float32)[None, :]
     found = total.to(dtype)
     if SILU:
-        found = _silu(found.to(tl.float32)).to(dtype)
+        found = silu(found.to(tl.float32)).to(dtype)
     there = (token < num_tokens)[:, None] & channels[None, :]
     tl.store(out + token.to(tl.int64)[:, None] * COLUMNS + channel[None, :], found, there)
 

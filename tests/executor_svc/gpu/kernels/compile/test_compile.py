@@ -159,3 +159,10 @@ def test_the_interpreter_is_refused():
 )
 def test_problems_of_a_build(build, expected):
     assert build_errors(INTERPRETED, build) == expected
+
+
+def test_narrow_loads_are_counted():
+    variant = replace(INTERPRETED, narrow_loads=1)
+    assert build_errors(variant, replace(BUILD, num_wide_loads=3)) == []
+    (found,) = build_errors(variant, replace(BUILD, num_wide_loads=2))
+    assert found == "reads less than 16 bytes at once with 2 instructions, and may with 1"

@@ -1,0 +1,98 @@
+"""Two ways to compute the same, recorded side by side: which one runs is decided at each run, by the step's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
+from executor_svc.gpu.kernels.gpu_kernels import Operation
+from executor_svc.gpu.states import GpuStateKernels
+
+SkinnyGemms = Literal["off", "auto", "on"]
+"""Whether steps of few rows are computed by fused layers; auto: where a start has found them right, and faster."""
+
+
+PROBED = (1, 2, 4, 8, 16)
+"""Rows of the steps that a start measures; others count as the next of these."""
+
+
+class Either:
+    """A recorded choice between operations that leave the same result in the same memory."""
+
+    def __init__(
+        self,
+        result: Tensor,
+        fits: Callable[[int], bool],
+        fused: Sequence[Operation],
+        apart: Sequence[Operation],
+        sizes: Collection[int],
+    ) -> None:
+        """fits: whether the fused ones can compute a step of n rows, whose sizes the plans hold.
+
+        sizes: those of `PROBED` that they do compute.
+        """
+        self.result, self.sizes = result, sizes
+        self._fits, self._fused, self._apart = fits, tuple(fused), tuple(apart)
+
+    def __call__(self, n: int) -> None:
+        """Enqueue one of both, on the first n rows."""
+        fused = next((size for size in PROBED if n <= size), 0) in self.sizes and self._fits(n)
+        for operation in self._fused if fused else self._apart:
+            operation(n)
+
+
+class EitherKernels(GpuStateKernels):
+    """The GPU's operations, with choices between two ways of computing them."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        arch: int,
+        num_sms: int,
+        exact: ExactAttention | None = None,
+        skinny_gemms: SkinnyGemms = "off",
+    ) -> None:
+        """As of `GpuKernels`."""
+        super().__init__(device, arch, num_sms, exact)
+        self.skinny_gemms: SkinnyGemms = "off" if exact is not None else skinny_gemms
+        if self.skinny_gemms != "off":
+            self.name = f"{self.name} skinny-1 {self.skinny_gemms}"
+        self.choices: WeakSet[Either] = WeakSet()
+        """Those that are recorded and in use."""
+
+    def either(
+        self, result: Tensor, fits: Callable[[int], bool], fused: Callable[[], None], apart: Callable[[], Tensor]
+    ) -> Tensor:
+        """Run one of two ways, or record both; each leaves its result in the memory of `result`."""
+        if self._recording is None:
+            if self.skinny_gemms == "on" and fits(len(result)):
+                fused()
+            else:
+                _same(apart(), result)
+            return result
+        both = self._recorded(fused), self._recorded(lambda: _same(apart(), result))
+        choice = Either(result, fits, *both, PROBED if self.skinny_gemms == "on" else ())
+        self.choices.add(choice)
+        return self.run(result, choice)
+
+    def _recorded(self, record: Callable[[], None]) -> list[Operation]:
+        """Return the operations that are recorded meanwhile, which are on the same rows."""
+        recording = self._recording
+        assert recording is not None
+        before, recording.operations = recording.operations, []
+        try:
+            record()
+            found = recording.operations
+        finally:
+            recording.operations = before
+        assert {name for name, _ in found} <= {recording.rows}
+        return [operation for _, operation in found]
+
+
+def _same(found: Tensor, result: Tensor) -> None:
+    assert found.data_ptr() == result.data_ptr()

@@ -38,5 +38,7 @@ class Variant:
     """Whether each row of a product's result must be in one warp, on sm_90: then its sums have one order."""
     copies: bool = False
     """Whether its sm_90 PTX must load with the copy engine."""
+    roles: bool = False
+    """Whether its warps must have roles on sm_90: one copies, the others compute weights while a product runs."""
     quick: bool = False
     """Whether every `make test` compiles it."""

@@ -136,7 +136,7 @@ def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = N
         call.num_kv_heads,
         call.block_rows,
         call.value_rows,
-        _heads_at_once(call),
+        heads_at_once(call),
         call.group,
         call.block_size,
         call.block_bits,
@@ -151,7 +151,7 @@ def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = N
     )
 
 
-def _heads_at_once(call: AttentionCall) -> int:
+def heads_at_once(call: AttentionCall) -> int:
     """Return the number of KV heads processed concurrently: a divisor of all, limited by keys and values in L2."""
     if call.latent is not None:  # all have the same keys
         return call.num_kv_heads

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from triton import compile as triton_compile
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from executor_svc.gpu.kernels.compile.registry import variant_errors
@@ -54,6 +56,15 @@ class Build:
     """Number of these that read 16 bytes at once."""
     num_bulk_copies: int
     """Instructions of the copy engine."""
+    role_registers: Sequence[int]
+    """Numbers of registers that warps of a role have, sorted; empty: no warps have roles."""
+    num_barriers: int
+    """Barriers that copies or warps arrive at (mbarrier)."""
+    num_overlapped: int
+    """Exponents of a thread between its waits for the second last product and for the last one, the least of all loops.
+
+    0 too where it was not asked for.
+    """
     seconds: float
     """Seconds of the compilation."""
 
@@ -83,10 +94,11 @@ def compile_variant(variant: Variant, arch: int) -> Build:
     if wrong := variant_errors(variant):
         raise CompileError(f"{where}: {'; '.join(wrong)}")
     start = time.perf_counter()
+    source = GluonASTSource if variant.kernel.is_gluon() else ASTSource
     with _fresh_compiler() as printed:
         try:
             compiled = triton_compile(
-                ASTSource(variant.kernel, dict(variant.signature), dict(variant.constants), _attributes(variant)),
+                source(variant.kernel, dict(variant.signature), dict(variant.constants), _attributes(variant)),
                 target=GPUTarget("cuda", arch, 32),
                 options={
                     "num_warps": variant.num_warps,
@@ -99,6 +111,7 @@ def compile_variant(variant: Variant, arch: int) -> Build:
     seconds = time.perf_counter() - start
     facts = _ptxas_facts(where, printed.getvalue()) | _ptx_facts(compiled.asm["ptx"])
     facts["column_warps"] = _column_warps(compiled.asm["ttgir"])
+    facts["num_overlapped"] = _num_overlapped(_machine_code(compiled.asm["cubin"])) if variant.roles else 0
     return Build(variant.name, arch, dynamic_shared=compiled.metadata.shared, seconds=round(seconds, 2), **facts)
 
 
@@ -124,6 +137,11 @@ def build_errors(variant: Variant, build: Build) -> list[str]:
         found.append(f"divides rows of products among {build.column_warps} warps, and must not")
     if variant.copies and build.arch == 90 and not build.num_bulk_copies:
         found.append("has no instruction to the copy engine in its PTX, and must")
+    if variant.roles and build.arch == 90:
+        if not build.role_registers or not build.num_barriers:
+            found.append("has no registers by role or no barriers in its PTX, and must")
+        if not build.num_overlapped:
+            found.append("computes no exponents while a product runs, and must")
     if build.shared > MAX_SHARED[build.arch]:
         found.append(f"needs {build.shared} bytes of shared memory; a block has {MAX_SHARED[build.arch]}")
     return found
@@ -178,6 +196,23 @@ def _column_warps(ttgir: str) -> int:
     return max((int(columns) for columns in layouts), default=0)
 
 
+def _machine_code(cubin: bytes) -> str:
+    """Return the instructions of a GPU's machine code, as cuobjdump of Triton's package prints them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True, check=True
+        )
+    return printed.stdout
+
+
+def _num_overlapped(sass: str) -> int:
+    """Return the least number of exponents between a wait for all products but one and the next one for all."""
+    stretches = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
+    return min((stretch.count("MUFU.EX2") for stretch in stretches), default=0)
+
+
 def _ptx_facts(ptx: str) -> dict[str, Any]:
     """Count instructions in the PTX."""
     copies = re.findall(r"cp\.async\.c[ag]\.shared[^;]*?\], *(0x[0-9a-f]+|\d+)", ptx)
@@ -191,4 +226,6 @@ def _ptx_facts(ptx: str) -> dict[str, Any]:
         "num_wide_loads": sum(int(size, 0) == 16 for size in copies)
         + sum(bool(wide.fullmatch(kind)) for kind in loads),
         "num_bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor\S*shared\S*global", ptx)),
+        "role_registers": sorted({int(count) for count in re.findall(r"setmaxnreg\.\S+\s+(\d+)", ptx)}),
+        "num_barriers": len(re.findall(r"mbarrier\.init", ptx)),
     }

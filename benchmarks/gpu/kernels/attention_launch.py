@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import Bench
 from executor_svc.device.kernels import AttentionShape
+from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK
 
 if TYPE_CHECKING:
     from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
@@ -55,6 +56,24 @@ def exact_kernels_of(bench: Bench) -> GpuKernels:
         return GpuKernels(*where, ExactAttention(*where))
 
     return bench.cached("exact kernels", make)
+
+
+def gluon_kernels_of(bench: Bench) -> GpuKernels:
+    """The device's kernels with prompts' attention in Gluon, made once: for caches in bf16, in blocks of 64.
+
+    Raises DeviceError where that does not run.
+    """
+
+    def make() -> GpuKernels:
+        from executor_svc.gpu.kernels.attention.gluon.backend import PromptBackend
+        from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
+
+        arch, num_sms = arch_and_sms(bench.device)
+        kernels = GpuKernels(bench.device, arch, num_sms)
+        kernels.attend_prompts_by(PromptBackend(bench.device, arch, COPIED_BLOCK, exact=False))
+        return kernels
+
+    return bench.cached("gluon kernels", make)
 
 
 def arch_and_sms(device: torch.device) -> tuple[int, int]:

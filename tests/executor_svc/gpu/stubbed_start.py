@@ -2,7 +2,8 @@
 
 Triton compiles for it and launches what it has compiled by its own launcher: with the arguments, grids, shared memory
 and descriptors that it would have there. All tensors lie on the CPU and hold whatever they held before. Run with the
-folder of the stub, in whose environment it is found, that of a checkpoint, and a source of drafts; prints JSON.
+folder of the stub, in whose environment it is found, that of a checkpoint, a source of drafts, and options in JSON
+beside or in place of `OPTIONS`; prints JSON.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def noted_compiles(patch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def main(stub_folder: str, checkpoint: str, speculative: str) -> None:
+def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}") -> None:
     stub = ctypes.CDLL(str(Path(stub_folder, LIBRARY)), mode=ctypes.RTLD_GLOBAL)
     driver.set_active(StubbedDriver())
     from tests.executor_svc.gpu.test_warm_up import started
@@ -72,7 +73,7 @@ def main(stub_folder: str, checkpoint: str, speculative: str) -> None:
         patch.setattr(startup_device, "is_interpreted", lambda: True)
         patch.setattr(gpu_device, "is_interpreted", lambda: True)
         compiled = noted_compiles(patch)
-        executor = started(Path(checkpoint), patch, speculative=speculative, **OPTIONS)
+        executor = started(Path(checkpoint), patch, speculative=speculative, **OPTIONS | json.loads(options))
         num_at_start = len(compiled)
         drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
         other = SequenceSampling(min_tokens=3, stop_token_ids=ints(4), num_prompt_logprobs=1)

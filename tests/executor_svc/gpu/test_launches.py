@@ -53,12 +53,19 @@ OF_EXPERTS = {"choose_kernel", "sum_kernel", "place_kernel", "_linear_of_experts
 
 
 OF_STATES = {"_begin_states", "_end_states", "_convolve", "_write_rings", "_recur", "_gated_norm"}
+OF_PROMPTS = {"prompt_kernel"}
 OF_HEADS = {"_read_next_tokens", "_keep_results", "_first_pass", "_next_pass", "_copy_columns"}
 
 
 @pytest.mark.parametrize(
     ("family", "kernels"),
-    [("llama", set()), ("glm4_moe", OF_EXPERTS), ("qwen3_5_delta", OF_STATES), ("mimo", OF_HEADS)],
+    [
+        ("llama", set()),
+        ("glm4_moe", OF_EXPERTS),
+        ("qwen3_5_delta", OF_STATES),
+        ("mimo", OF_HEADS),
+        ("llama", OF_PROMPTS),
+    ],
 )
 def test_kernels_are_compiled_and_launched_as_on_a_gpu(
     family: str, kernels: set[str], stub: Path, tmp_path: Path
@@ -79,11 +86,14 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(
     }
     command = [sys.executable, "-m", "tests.executor_svc.gpu.stubbed_start", str(stub), str(folder)]
     command.append("mtp" if kernels is OF_HEADS else "ngram")
+    if kernels is OF_PROMPTS:
+        command.append(json.dumps({"attention_backend": "gluon", "kv_cache_dtype": "auto", "quantization": "none"}))
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout.splitlines()[-1])
     assert seen["compiled_by_steps"] == []
-    of_all = {"attention_kernel", "split_kernel", "_build_step", "_commit", "_lay_out"}
+    of_all = {"split_kernel", "_build_step", "_commit", "_lay_out"}
+    of_all |= set() if kernels is OF_PROMPTS else {"attention_kernel"}
     of_all |= set() if kernels is OF_HEADS else {"_draft_ngrams"}
     assert of_all | kernels <= {name.rpartition(".")[2] for name in seen["compiled"]}
     assert len(seen["launches"]) == 5

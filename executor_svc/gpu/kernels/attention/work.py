@@ -51,13 +51,11 @@ def keys_of(position, count, length, window, TILE: tl.constexpr, HAS_WINDOW: tl.
 
 @triton.jit
 def prompt_of(program, query_start_loc, seq_lens, num_seqs, num_tiles, heads_at_once, tile_tokens):
-    """Return a program's KV head, sequence, first token in the batch and number of tokens, and the first one's position.
+    """Return a program's KV head, sequence, first token in the batch and number of tokens, and the first's position.
 
     And the length of the sequence. The number is 0 where the sequence has no such tile.
     """
-    head, sequence, start, first = queries_of(
-        program, query_start_loc, num_seqs, num_tiles, heads_at_once, tile_tokens
-    )
+    head, sequence, start, first = queries_of(program, query_start_loc, num_seqs, num_tiles, heads_at_once, tile_tokens)
     num_tokens = tl.load(query_start_loc + sequence + 1) - start
     length = tl.load(seq_lens + sequence)
     count = tl.maximum(tl.minimum(num_tokens - first, tile_tokens), 0)

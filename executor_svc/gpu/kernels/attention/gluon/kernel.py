@@ -86,7 +86,7 @@ def _produce(
 ):  # fmt: skip
     """Have all tiles fetched, in order, each into a stage that both consumers have left."""
     num_tiles = gl.cdiv(high, TILE)
-    for tile in range(0, num_tiles):
+    for tile in range(num_tiles):
         stage = tile % STAGES
         before = tile // STAGES & 1 ^ 1
         mbarrier.wait(_keys_free(bars, stage, STAGES), before)

@@ -57,7 +57,7 @@ def prompt_twin(
         outer = tl.zeros([ROWS], tl.float32) + softcap
     known = (query, position + token, inner, outer, 0, clear_from, clear_to, None)
     sums = nothing_yet(query)
-    for tile in range(0, tl.cdiv(high, TILE)):
+    for tile in range(tl.cdiv(high, TILE)):
         keys = tile * TILE + tl.arange(0, TILE)
         row = first_row_of(keys // BLOCK, table, high, head, block_rows, BLOCK) + keys % BLOCK
         places = cache + row.to(tl.int64)[:, None] * HEAD_SIZE + tl.arange(0, HEAD_SIZE)[None, :]

@@ -88,12 +88,31 @@ def compile_variant(variant: Variant, arch: int) -> Build:
 
     Raises CompileError, which names the variant, and RuntimeError under Triton's interpreter.
     """
+    start = time.perf_counter()
+    compiled, log = _compiled(variant, arch)
+    seconds = time.perf_counter() - start
+    facts = _ptxas_facts(_where(variant, arch), log) | _ptx_facts(compiled.asm["ptx"])
+    facts["column_warps"] = _column_warps(compiled.asm["ttgir"])
+    facts["num_overlapped"] = num_overlapped(_disassembled(compiled.asm["cubin"])) if variant.roles else 0
+    return Build(variant.name, arch, dynamic_shared=compiled.metadata.shared, seconds=round(seconds, 2), **facts)
+
+
+def machine_code(variant: Variant, arch: int) -> str:
+    """Return the instructions that a GPU would run (SASS), as cuobjdump prints them; raises as `compile_variant`."""
+    return _disassembled(_compiled(variant, arch)[0].asm["cubin"])
+
+
+def _where(variant: Variant, arch: int) -> str:
+    return f"{variant.name} for sm_{arch}"
+
+
+def _compiled(variant: Variant, arch: int) -> tuple[Any, str]:
+    """Return what Triton compiles, and the output of ptxas."""
     if not isinstance(variant.kernel, JITFunction):
         raise RuntimeError("kernels are not compiled under TRITON_INTERPRET: compile in a process without it")
-    where = f"{variant.name} for sm_{arch}"
+    where = _where(variant, arch)
     if wrong := variant_errors(variant):
         raise CompileError(f"{where}: {'; '.join(wrong)}")
-    start = time.perf_counter()
     source = GluonASTSource if variant.kernel.is_gluon() else ASTSource
     with _fresh_compiler() as printed:
         try:
@@ -108,11 +127,7 @@ def compile_variant(variant: Variant, arch: int) -> Build:
             )
         except Exception as error:
             raise CompileError(f"{where}: {type(error).__name__}: {error}") from error
-    seconds = time.perf_counter() - start
-    facts = _ptxas_facts(where, printed.getvalue()) | _ptx_facts(compiled.asm["ptx"])
-    facts["column_warps"] = _column_warps(compiled.asm["ttgir"])
-    facts["num_overlapped"] = _num_overlapped(_machine_code(compiled.asm["cubin"])) if variant.roles else 0
-    return Build(variant.name, arch, dynamic_shared=compiled.metadata.shared, seconds=round(seconds, 2), **facts)
+    return compiled, printed.getvalue()
 
 
 def build_errors(variant: Variant, build: Build) -> list[str]:
@@ -196,7 +211,7 @@ def _column_warps(ttgir: str) -> int:
     return max((int(columns) for columns in layouts), default=0)
 
 
-def _machine_code(cubin: bytes) -> str:
+def _disassembled(cubin: bytes) -> str:
     """Return the instructions of a GPU's machine code, as cuobjdump of Triton's package prints them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -207,7 +222,7 @@ def _machine_code(cubin: bytes) -> str:
     return printed.stdout
 
 
-def _num_overlapped(sass: str) -> int:
+def num_overlapped(sass: str) -> int:
     """Return the least number of exponents between a wait for all products but one and the next one for all."""
     stretches = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
     return min((stretch.count("MUFU.EX2") for stretch in stretches), default=0)

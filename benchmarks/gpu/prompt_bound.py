@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 
 from executor_svc.gpu.kernels.attention.attention import variants as triton_variants
 from executor_svc.gpu.kernels.attention.gluon.prefill import variants as gluon_variants
 from executor_svc.gpu.kernels.compile.build import machine_code
+from executor_svc.gpu.kernels.compile.machine_code import Instruction, instructions
 
 FLOPS_OF_CYCLE = 4096
 """Of an SM's tensor cores, 16-bit numbers: 989 TFLOP/s of 132 SMs at 1.83 GHz (NVIDIA H100 Tensor Core GPU)."""
@@ -24,29 +24,8 @@ LANES = {
     "shuffles": (r"SHFL", 8),
 }
 """Instructions by unit, and lanes of a cycle of one of an SM's four parts (CUDA C++ Programming Guide, 9.0)."""
-KERNELS = (("attention prompt gluon 128 bf16", 2, 128), ("attention prefill 128 bf16 copied", 1, 64))
+KERNELS = (("attention prompt gluon 128 bf16 copied", 2, 128), ("attention prefill 128 bf16 copied", 1, 64))
 """Variants, warpgroups that go through the loop, and keys of a turn."""
-_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?(\S+)([^;]*);")
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One instruction of a kernel."""
-
-    address: int
-    name: str
-    text: str
-
-    @property
-    def target(self) -> int | None:
-        """Where a branch goes to."""
-        found = re.search(r"0x([0-9a-f]+)", self.text) if self.name.startswith("BRA") else None
-        return None if found is None else int(found[1], 16)
-
-
-def instructions(sass: str) -> list[Instruction]:
-    """Return the instructions in cuobjdump's output, in order."""
-    return [Instruction(int(address, 16), name, text) for address, name, text in _LINE.findall(sass)]
 
 
 def loops_over_tiles(listed: list[Instruction]) -> list[list[Instruction]]:

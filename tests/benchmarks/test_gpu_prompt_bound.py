@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu.prompt_bound import KERNELS, cycles, instructions, loops_over_tiles
+from benchmarks.gpu.prompt_bound import KERNELS, cycles, loops_over_tiles
 from executor_svc.gpu.kernels.attention.attention import variants as triton_variants
 from executor_svc.gpu.kernels.attention.gluon.prefill import variants as gluon_variants
+from executor_svc.gpu.kernels.compile.machine_code import instructions
 
 SASS = """
         /*0010*/              @!P0 BRA 0x20 ;                              /* 0x0000000400200947 */

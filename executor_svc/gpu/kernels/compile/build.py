@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
+from executor_svc.gpu.kernels.compile.machine_code import disassembled, instructions, num_overlapped, touching
 from executor_svc.gpu.kernels.compile.registry import variant_errors
 from executor_svc.gpu.kernels.variant import Variant
 
@@ -63,8 +63,10 @@ class Build:
     num_overlapped: int
     """Exponents of a thread between its waits for the second last product and for the last one, the least of all loops.
 
-    0 too where it was not asked for.
+    0 too where it was not asked for, as the next.
     """
+    num_touching: int
+    """Instructions that name registers of a product which may still run."""
     seconds: float
     """Seconds of the compilation."""
 
@@ -93,13 +95,14 @@ def compile_variant(variant: Variant, arch: int) -> Build:
     seconds = time.perf_counter() - start
     facts = _ptxas_facts(_where(variant, arch), log) | _ptx_facts(compiled.asm["ptx"])
     facts["column_warps"] = _column_warps(compiled.asm["ttgir"])
-    facts["num_overlapped"] = num_overlapped(_disassembled(compiled.asm["cubin"])) if variant.roles else 0
+    listed = instructions(disassembled(compiled.asm["cubin"])) if variant.roles else []
+    facts |= {"num_overlapped": num_overlapped(listed), "num_touching": len(touching(listed))}
     return Build(variant.name, arch, dynamic_shared=compiled.metadata.shared, seconds=round(seconds, 2), **facts)
 
 
 def machine_code(variant: Variant, arch: int) -> str:
     """Return the instructions that a GPU would run (SASS), as cuobjdump prints them; raises as `compile_variant`."""
-    return _disassembled(_compiled(variant, arch)[0].asm["cubin"])
+    return disassembled(_compiled(variant, arch)[0].asm["cubin"])
 
 
 def _where(variant: Variant, arch: int) -> str:
@@ -157,6 +160,8 @@ def build_errors(variant: Variant, build: Build) -> list[str]:
             found.append("has no registers by role or no barriers in its PTX, and must")
         if not build.num_overlapped:
             found.append("computes no exponents while a product runs, and must")
+        if build.num_touching:
+            found.append(f"touches registers of products that may still run, {build.num_touching} times")
     if build.shared > MAX_SHARED[build.arch]:
         found.append(f"needs {build.shared} bytes of shared memory; a block has {MAX_SHARED[build.arch]}")
     return found
@@ -209,23 +214,6 @@ def _column_warps(ttgir: str) -> int:
     """Return the most warps along the columns of a layout of tensor cores."""
     layouts = re.findall(r"nvidia_mma<\{[^}]*warpsPerCTA = \[\d+, (\d+)\]", ttgir)
     return max((int(columns) for columns in layouts), default=0)
-
-
-def _disassembled(cubin: bytes) -> str:
-    """Return the instructions of a GPU's machine code, as cuobjdump of Triton's package prints them."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        printed = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True, check=True
-        )
-    return printed.stdout
-
-
-def num_overlapped(sass: str) -> int:
-    """Return the least number of exponents between a wait for all products but one and the next one for all."""
-    stretches = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
-    return min((stretch.count("MUFU.EX2") for stretch in stretches), default=0)
 
 
 def _ptx_facts(ptx: str) -> dict[str, Any]:

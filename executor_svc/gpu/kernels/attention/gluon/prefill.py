@@ -85,10 +85,10 @@ def variants() -> list[Variant]:
         types |= dict.fromkeys(("query_start_loc", "seq_lens", "block_tables"), "*i32")
         types |= dict.fromkeys(("scale", "softcap"), "fp32")
         signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in kernel.arg_names}
-        name = name_of(kind).removesuffix(" copied")
+        name = f"twin {name_of(kind).removesuffix(' copied')}" if twin else f"gluon {name_of(kind)}"
         found.append(
             Variant(
-                name=f"attention prompt {'twin' if twin else 'gluon'} {name}",
+                name=f"attention prompt {name}",
                 kernel=kernel,
                 signature=signature,
                 constants=fixed,
@@ -96,11 +96,11 @@ def variants() -> list[Variant]:
                 num_warps=2 * _WARPS if twin else _WARPS,
                 num_stages=1,
                 archs=(ARCH,),
-                no_spills=not twin,
-                wgmma=not twin,
+                no_spills=True,
+                wgmma=True,
                 copies=not twin,
                 roles=not twin,
-                quick=not twin and name == "128 bf16",
+                quick=name == "gluon 128 bf16 copied",
             )
         )
     return found

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from triton.runtime.interpreter import InterpretedFunction
 
-from executor_svc.gpu.kernels.compile.build import Build, build_errors, compile_variant, num_overlapped
+from executor_svc.gpu.kernels.compile.build import Build, build_errors, compile_variant
 from executor_svc.gpu.kernels.compile.build_all import tasks_of
 from executor_svc.gpu.kernels.compile.registry import PACKAGE, entries, kernel_modules
 from executor_svc.gpu.kernels.variant import Variant
@@ -139,7 +139,7 @@ INTERPRETED = Variant(
     "interpreted", InterpretedFunction(kernel), {"target": "*i32"}, {}, wgmma=True, copies=True, roles=True
 )
 BUILD = Build(
-    "interpreted", 90, 32, 16, 1024, 0, 0, 0, True, False, ("wgmma m64n64k16",), 1, 4, 4, 1, (40, 232), 9, 66, 0.1
+    "interpreted", 90, 32, 16, 1024, 0, 0, 0, True, False, ("wgmma m64n64k16",), 1, 4, 4, 1, (40, 232), 9, 66, 0, 0.1
 )
 
 
@@ -157,6 +157,7 @@ def test_the_interpreter_is_refused():
         (replace(BUILD, arch=80, wgmma=False, num_bulk_copies=0, role_registers=(), num_overlapped=0), []),
         (replace(BUILD, role_registers=()), ["has no registers by role or no barriers in its PTX, and must"]),
         (replace(BUILD, num_barriers=0), ["has no registers by role or no barriers in its PTX, and must"]),
+        (replace(BUILD, num_touching=2), ["touches registers of products that may still run, 2 times"]),
         (replace(BUILD, num_overlapped=0), ["computes no exponents while a product runs, and must"]),
         (replace(BUILD, wgmma_serialized=True), ["has wgmma, but ptxas serializes it"]),
         (replace(BUILD, spill_stores=4, spill_loads=8), []),
@@ -166,14 +167,3 @@ def test_the_interpreter_is_refused():
 )
 def test_problems_of_a_build(build, expected):
     assert build_errors(INTERPRETED, build) == expected
-
-
-def test_exponents_beside_a_product_are_counted_between_the_waits():
-    """The least of all loops; those before a wait, or behind the last one, run beside nothing."""
-    kept = "MUFU.EX2 R1, R1 ;\nWARPGROUP.DEPBAR.LE gsb0, 0x1 ;\nMUFU.EX2 R1, R1 ;\nMUFU.RCP R2, R2 ;\n{}"
-    done = "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\nMUFU.EX2 R1, R1 ;\n"
-    assert num_overlapped("") == 0
-    assert num_overlapped(done) == 0
-    assert num_overlapped(kept.format("MUFU.EX2 R3, R3 ;\n" + done)) == 2
-    assert num_overlapped(kept.format(done) + kept.format("MUFU.EX2 R3, R3 ;\n" + done)) == 1
-    assert num_overlapped(f"WARPGROUP.DEPBAR.LE gsb0, 0x1 ;\n{done}") == 0

@@ -201,9 +201,8 @@ class LLMOptions(TypedDict, total=False):
     data type. [default: auto]"""
 
     attention_backend: Literal["auto", "triton", "gluon"] | None
-    """Kernel of prompts' attention on a GPU; gluon: one for compute capability 9.0 alone, with --block-size 64, that
-    copies, multiplies and computes weights at once, and that no GPU has run; auto: triton (docs/gpu.md). [default:
-    auto]"""
+    """Kernel of prompts' attention on a GPU; gluon: one for compute capability 9.0 alone that copies, multiplies and
+    computes weights at once, and that no GPU has run; auto: triton (docs/gpu.md). [default: auto]"""
 
     gpu_memory_utilization: float | None
     """Share of the device's memory for weights, steps and KV; default: 0.9 of a GPU's memory, 0.5 of the free memory on

@@ -24,7 +24,7 @@ LANES = {
     "shuffles": (r"SHFL", 8),
 }
 """Instructions by unit, and lanes of a cycle of one of an SM's four parts (CUDA C++ Programming Guide, 9.0)."""
-KERNELS = (("attention prompt gluon 128 bf16 copied", 2, 128), ("attention prefill 128 bf16 copied", 1, 64))
+KERNELS = (("attention prompt gluon 128 bf16 blocks of 16 copied", 2, 128), ("attention prefill 128 bf16 sm90", 2, 64))
 """Variants, warpgroups that go through the loop, and keys of a turn."""
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import Bench
 from executor_svc.device.kernels import AttentionShape
-from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK
 
 if TYPE_CHECKING:
     from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
@@ -58,8 +57,8 @@ def exact_kernels_of(bench: Bench) -> GpuKernels:
     return bench.cached("exact kernels", make)
 
 
-def gluon_kernels_of(bench: Bench) -> GpuKernels:
-    """The device's kernels with prompts' attention in Gluon, made once: for caches in bf16, in blocks of 64.
+def gluon_kernels_of(bench: Bench, block_size: int) -> GpuKernels:
+    """The device's kernels with prompts' attention in Gluon, made once: for caches in bf16, in such blocks.
 
     Raises DeviceError where that does not run.
     """
@@ -70,10 +69,10 @@ def gluon_kernels_of(bench: Bench) -> GpuKernels:
 
         arch, num_sms = arch_and_sms(bench.device)
         kernels = GpuKernels(bench.device, arch, num_sms)
-        kernels.attend_prompts_by(PromptBackend(bench.device, arch, COPIED_BLOCK, exact=False))
+        kernels.attend_prompts_by(PromptBackend(bench.device, arch, block_size, exact=False))
         return kernels
 
-    return bench.cached("gluon kernels", make)
+    return bench.cached(f"gluon kernels {block_size}", make)
 
 
 def arch_and_sms(device: torch.device) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logprobs(executor: GpuStepExecutor) -> list[float]:
     """Of a prompt's tokens, in two chunks beside another's decodes, and of decodes."""
     wanted = SequenceSampling(num_prompt_logprobs=1, num_logprobs=1)
-    first, second = sequence(0, [5, 9, 2], [1]), sequence(1, PROMPT, [4, 2], sampling=wanted)
+    first, second = sequence(0, [5, 9, 2], [1]), sequence(1, PROMPT, [4, 2, 9, 7, 3], sampling=wanted)
     results = run(
         executor,
         [
@@ -57,7 +57,7 @@ def logprobs(executor: GpuStepExecutor) -> list[float]:
 
 def test_prompts_alone_are_attended_by_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = started(
-        folder, monkeypatch, attention_backend="gluon", block_size=64, max_model_len=128, enforce_eager=True
+        folder, monkeypatch, attention_backend="gluon", block_size=16, max_model_len=128, enforce_eager=True
     )
     counts: list[int] = []
     attend = plan.prompt_attention
@@ -84,7 +84,7 @@ def test_prompts_alone_are_attended_by_it(folder: Path, monkeypatch: pytest.Monk
     [
         ({"numerics": "exact"}, "is not possible with --numerics exact"),
         ({"arch": 100}, r"needs a GPU of compute capability 9\.0, this has 10\.0"),
-        ({"block_size": 16}, "needs --block-size 64"),
+        ({"block_size": 8}, "needs --block-size 16, 32, 64"),
     ],
 )
 def test_where_it_cannot_run_it_is_refused_by_name(
@@ -94,7 +94,7 @@ def test_where_it_cannot_run_it_is_refused_by_name(
     monkeypatch.setattr("executor_svc.gpu.device._HOPPER", (arch, 132))
     monkeypatch.setattr("executor_svc.gpu.device._properties", lambda _: (arch, 132))
     with pytest.raises(DeviceError, match=f"^--attention-backend gluon {message}"):
-        Model(folder, device="cuda", attention_backend="gluon", **{"block_size": 64} | options)
+        Model(folder, device="cuda", attention_backend="gluon", **{"block_size": 16} | options)
 
 
 def test_there_is_none_on_the_cpu(folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_there_is_none_on_the_cpu(folder: Path) -> None:
 
 
 def test_layers_that_it_does_not_have_are_tritons(caplog: pytest.LogCaptureFixture) -> None:
-    known = PromptBackend(torch.device("cpu"), 90, 64, exact=False)
+    known = PromptBackend(torch.device("cpu"), 90, 16, exact=False)
     with caplog.at_level(logging.WARNING):
         assert known.serves(SHAPE)
         assert not known.serves(replace(SHAPE, window=4))
@@ -125,7 +125,7 @@ def test_a_kernel_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         return None if shape.softcap is None else "a row is 0.3 of its length away"
 
     monkeypatch.setattr(backend, "compare", found)
-    known, capped = PromptBackend(GPU, 90, 64, exact=False), replace(SHAPE, softcap=30.0)
+    known, capped = PromptBackend(GPU, 90, 16, exact=False), replace(SHAPE, softcap=30.0)
     assert known.serves(SHAPE)
     assert known.serves(SHAPE)
     with pytest.raises(DeviceError, match=r"of 4 heads of 64: a row is 0\.3 .*; use --attention-backend triton$"):
@@ -135,7 +135,7 @@ def test_a_kernel_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_results_are_compared_with_tritons(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = compare.prompt_attention
-    assert compare.compare(SHAPE, torch.bfloat16, device, ARCH) is None
+    assert compare.compare(SHAPE, torch.bfloat16, 16, device, ARCH) is None
 
     def wrong(call: AttentionCall) -> None:
         """In one row of one head."""
@@ -143,7 +143,7 @@ def test_results_are_compared_with_tritons(device: torch.device, monkeypatch: py
         call.out[17, 64:128] *= 1.02
 
     monkeypatch.setattr(compare, "prompt_attention", wrong)
-    message = str(compare.compare(SHAPE, torch.bfloat16, device, ARCH))
+    message = str(compare.compare(SHAPE, torch.bfloat16, 16, device, ARCH))
     assert message.startswith("a row of a head is 0.0")
     monkeypatch.setattr(compare, "prompt_attention", lambda call: None)
-    assert str(compare.compare(SHAPE, torch.bfloat16, device, ARCH)).startswith("a row of a head is nan")
+    assert str(compare.compare(SHAPE, torch.bfloat16, 16, device, ARCH)).startswith("a row of a head is nan")

@@ -1,7 +1,7 @@
 """Reads a GPU's machine code (SASS), as cuobjdump of Triton's package prints it: what ptxas made of products and waits.
 
-Products of a Hopper GPU's warpgroups (HGMMA) run on after they are issued. `gsb0` ends a group of them, and DEPBAR waits
-until no more than a number of groups run.
+Products of a Hopper GPU's warpgroups (HGMMA) run on after they are issued. `gsb0` ends a group of them, and DEPBAR
+waits until no more than a number of groups run.
 """
 
 from __future__ import annotations

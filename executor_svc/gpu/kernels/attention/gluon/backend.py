@@ -9,9 +9,9 @@ import torch
 
 from executor_svc.device.interface import DeviceError
 from executor_svc.device.kernels import AttentionShape
-from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, AttentionKind
+from executor_svc.gpu.kernels.attention.config import AttentionKind
 from executor_svc.gpu.kernels.attention.gluon.compare import compare
-from executor_svc.gpu.kernels.attention.gluon.tiles import ARCH, why_not
+from executor_svc.gpu.kernels.attention.gluon.tiles import ARCH, BLOCKS, why_not
 
 _log = logging.getLogger(__name__)
 _OPTION = "--attention-backend gluon"
@@ -27,9 +27,9 @@ class PromptBackend:
         if arch != ARCH:
             has, needs = (f"{each // 10}.{each % 10}" for each in (arch, ARCH))
             raise DeviceError(f"{_OPTION} needs a GPU of compute capability {needs}, this has {has}")
-        if block_size != COPIED_BLOCK:
-            raise DeviceError(f"{_OPTION} needs --block-size {COPIED_BLOCK}")
-        self._device, self._arch = device, arch
+        if block_size not in BLOCKS:
+            raise DeviceError(f"{_OPTION} needs --block-size {', '.join(map(str, BLOCKS))}")
+        self._device, self._arch, self._block_size = device, arch, block_size
         self.dtypes = torch.bfloat16, torch.bfloat16
         """Of queries and of the cache."""
         self._found: dict[tuple[object, ...], bool] = {}
@@ -48,12 +48,14 @@ class PromptBackend:
         dtype, kv_dtype = self.dtypes
         size, window = shape.padded_head_size, shape.window is not None or shape.chunk is not None
         more = 0 if shape.latent is None else 1
-        lacking = why_not(AttentionKind(size, dtype, kv_dtype, COPIED_BLOCK, shape.group, window, more=more))
+        lacking = why_not(AttentionKind(size, dtype, kv_dtype, self._block_size, shape.group, window, more=more))
         heads = f"{shape.num_heads} heads of {shape.head_size}"
         if lacking is not None:
             _log.warning("%s: Triton's kernel attends for %s: Gluon's does not have %s", _OPTION, heads, lacking)
             return False
-        wrong = compare(shape, dtype, self._device, self._arch) if self._device.type == "cuda" else None
+        wrong = None
+        if self._device.type == "cuda":
+            wrong = compare(shape, dtype, self._block_size, self._device, self._arch)
         if wrong is not None:
             raise DeviceError(f"{_OPTION}: attention of {heads}: {wrong}; use --attention-backend triton")
         return True

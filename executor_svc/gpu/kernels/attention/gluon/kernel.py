@@ -56,15 +56,21 @@ def _last_values(bars, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _copy(
-    pool, bar, into, tile, table, high, head, block_rows, further, TILE: gl.constexpr, BLOCK: gl.constexpr
-):  # fmt: skip
+def _rows_of(tile, table, high, head, block_rows, TILE: gl.constexpr, BLOCK: gl.constexpr):
+    """Return the pool's first row of each block of a tile of keys: read at once, as each takes long."""
+    rows = ()
+    for part in gl.static_range(TILE // BLOCK):
+        row = first_row_of(tile * (TILE // BLOCK) + part, table, high, head, block_rows, BLOCK)
+        rows = rows + (row,)  # noqa: RUF005, Gluon unpacks nothing into a tuple
+    return rows
+
+
+@gluon.jit
+def _copy(pool, bar, into, rows, further, TILE: gl.constexpr, BLOCK: gl.constexpr):
     """Have the copy engine fetch a tile of keys, or of values `further` rows behind them, block by block."""
-    blocks: gl.constexpr = TILE // BLOCK
-    mbarrier.expect(bar, blocks * pool.block_type.nbytes)
-    for part in gl.static_range(blocks):
-        row = first_row_of(tile * blocks + part, table, high, head, block_rows, BLOCK) + further
-        tma.async_copy_global_to_shared(pool, [row, 0], bar, into.slice(part * BLOCK, BLOCK))
+    mbarrier.expect(bar, TILE // BLOCK * pool.block_type.nbytes)
+    for part in gl.static_range(TILE // BLOCK):
+        tma.async_copy_global_to_shared(pool, [rows[part] + further, 0], bar, into.slice(part * BLOCK, BLOCK))
 
 
 @gluon.jit
@@ -89,21 +95,16 @@ def _produce(
     for tile in range(num_tiles):
         stage = tile % STAGES
         before = tile // STAGES & 1 ^ 1
+        rows = _rows_of(tile, table, high, head, block_rows, TILE, BLOCK)
         mbarrier.wait(_keys_free(bars, stage, STAGES), before)
-        _copy(
-            pool, _keys_there(bars, stage, STAGES), keys.index(stage), tile, table, high, head, block_rows, 0, TILE,
-            BLOCK,
-        )  # fmt: skip
+        _copy(pool, _keys_there(bars, stage, STAGES), keys.index(stage), rows, 0, TILE, BLOCK)
         mbarrier.wait(_values_free(bars, stage, STAGES), before)
         into = values.index(stage)
         if (tile + 1) * TILE <= high:
-            _copy(
-                pool, _values_there(bars, stage, STAGES), into, tile, table, high, head, block_rows, value_rows, TILE,
-                BLOCK,
-            )  # fmt: skip
+            _copy(pool, _values_there(bars, stage, STAGES), into, rows, value_rows, TILE, BLOCK)
         else:
             last = _last_values(bars, STAGES)
-            _copy(pool, last, into, tile, table, high, head, block_rows, value_rows, TILE, BLOCK)
+            _copy(pool, last, into, rows, value_rows, TILE, BLOCK)
             mbarrier.wait(last, 0)
             _clear_unseen(into, tile * TILE, high, TILE, HEAD_SIZE)
             mbarrier.arrive(_values_there(bars, stage, STAGES), count=1)

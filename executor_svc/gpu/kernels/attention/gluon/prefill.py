@@ -12,9 +12,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from executor_svc.gpu.kernels.attention.attention import heads_at_once
 from executor_svc.gpu.kernels.attention.call import AttentionCall
-from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK
+from executor_svc.gpu.kernels.attention.config import AttentionKind
 from executor_svc.gpu.kernels.attention.gluon.kernel import prompt_kernel
-from executor_svc.gpu.kernels.attention.gluon.tiles import ARCH, TILES, PromptTiles, kind_of, tile_constants, tiles_of
+from executor_svc.gpu.kernels.attention.gluon.tiles import (
+    ARCH,
+    BLOCKS,
+    TILES,
+    PromptTiles,
+    kind_of,
+    tile_constants,
+    tiles_of,
+)
 from executor_svc.gpu.kernels.attention.gluon.twin import prompt_twin
 from executor_svc.gpu.kernels.attention.variants import name_of
 from executor_svc.gpu.kernels.variant import Variant
@@ -67,40 +75,43 @@ def prompt_attention(call: AttentionCall, tiles: PromptTiles | None = None, twin
 def _descriptor(call: AttentionCall) -> TensorDescriptor:
     """Return the copy engine's view of the pool: all rows, a block of a KV head at a time."""
     size = call.head_size
-    return TensorDescriptor(call.kv_layer, [call.num_rows, size], [size, 1], [COPIED_BLOCK, size], _LAYOUT)
+    return TensorDescriptor(call.kv_layer, [call.num_rows, size], [size, 1], [call.block_size, size], _LAYOUT)
 
 
 def variants() -> list[Variant]:
     """Return the variants of the kernel and of its twin compiled ahead of time."""
     found = []
-    dtypes = (torch.bfloat16, "bf16"), (torch.float16, "fp16")
-    for head_size, (dtype, element), (softcap, sinks), twin in product(
-        TILES, dtypes, ((False, False), (True, False), (False, True)), (False, True)
-    ):
-        kind = kind_of(head_size, dtype, softcap=softcap, sinks=sinks)
-        kernel: Any = prompt_twin if twin else prompt_kernel
-        fixed = tile_constants(kind, TILES[head_size]) | ({} if sinks else {"sinks": None})
-        pool = f"*{element}" if twin else f"tensordesc<{element}[{COPIED_BLOCK}, {head_size}],{_LAYOUT!r}>"
-        types = {"q": f"*{element}", "cache": pool, "out": f"*{element}", "sinks": "*fp32"}
-        types |= dict.fromkeys(("query_start_loc", "seq_lens", "block_tables"), "*i32")
-        types |= dict.fromkeys(("scale", "softcap"), "fp32")
-        signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in kernel.arg_names}
-        name = f"twin {name_of(kind).removesuffix(' copied')}" if twin else f"gluon {name_of(kind)}"
-        found.append(
-            Variant(
-                name=f"attention prompt {name}",
-                kernel=kernel,
-                signature=signature,
-                constants=fixed,
-                divisible=("q", *(("cache",) if twin else ()), "out", "q_stride"),
-                num_warps=2 * _WARPS if twin else _WARPS,
-                num_stages=1,
-                archs=(ARCH,),
-                no_spills=True,
-                wgmma=True,
-                copies=not twin,
-                roles=not twin,
-                quick=name == "gluon 128 bf16 copied",
-            )
-        )
+    extras = (False, False), (True, False), (False, True)
+    for head_size, dtype, (softcap, sinks) in product(TILES, (torch.bfloat16, torch.float16), extras):
+        kinds = [kind_of(head_size, dtype, size, softcap=softcap, sinks=sinks) for size in BLOCKS]
+        found.append(_variant(kinds[-1], twin=True))
+        found += [_variant(kind, twin=False) for kind in (kinds[-1:] if softcap or sinks else kinds)]
     return found
+
+
+def _variant(kind: AttentionKind, *, twin: bool) -> Variant:
+    kernel: Any = prompt_twin if twin else prompt_kernel
+    element = "bf16" if kind.dtype == torch.bfloat16 else "fp16"
+    fixed = tile_constants(kind, TILES[kind.head_size]) | ({} if kind.sinks else {"sinks": None})
+    types = {"q": f"*{element}", "out": f"*{element}", "sinks": "*fp32"}
+    types["cache"] = f"tensordesc<{element}[{kind.block_size}, {kind.head_size}],{_LAYOUT!r}>"
+    types |= {"cache": f"*{element}"} if twin else {}
+    types |= dict.fromkeys(("query_start_loc", "seq_lens", "block_tables"), "*i32")
+    types |= dict.fromkeys(("scale", "softcap"), "fp32")
+    marks = name_of(kind).removesuffix(" copied")
+    name = f"twin {marks}" if twin else f"gluon {marks} blocks of {kind.block_size} copied"
+    return Variant(
+        name=f"attention prompt {name}",
+        kernel=kernel,
+        signature={name: "constexpr" if name in fixed else types.get(name, "i32") for name in kernel.arg_names},
+        constants=fixed,
+        divisible=("q", *(("cache",) if twin else ()), "out", "q_stride"),
+        num_warps=2 * _WARPS if twin else _WARPS,
+        num_stages=1,
+        archs=(ARCH,),
+        no_spills=True,
+        wgmma=True,
+        copies=not twin,
+        roles=not twin,
+        quick=name == "gluon 128 bf16 blocks of 16 copied",
+    )

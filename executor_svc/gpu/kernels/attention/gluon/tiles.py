@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, AttentionKind
+from executor_svc.gpu.kernels.attention.config import BLOCK_SIZES, AttentionKind
 
 ARCH = 90
 """The compute capability that it is for."""
 ROWS_OF_CONSUMER = 64
 """Rows of a warpgroup's products."""
 CONSUMERS = 2
+BLOCKS = tuple(size for size in BLOCK_SIZES if size >= 16)
+"""Block sizes: of smaller blocks a tile has more than the producer's registers hold the places of."""
 _REGISTERS_OF_BLOCK = 504
 """Registers of a thread in each of the three warpgroups, together: 65,536 by 128 threads, in whole eights by group."""
 
@@ -23,7 +25,7 @@ class PromptTiles:
     """Tiles of one head size."""
 
     tile: int
-    """Keys of a tile, in whole blocks of COPIED_BLOCK."""
+    """Keys of a tile: whole blocks, which the copy engine fetches one by one."""
     stages: int
     """Tiles of keys, and as many of values, that are loading or in use at once."""
     producer_registers: int = 40
@@ -52,7 +54,7 @@ def why_not(kind: AttentionKind) -> str | None:
         (kind.dtype.itemsize != 2, "32-bit queries"),
         (kind.scales, "a cache in fp8"),
         (kind.window, "a window or chunks"),
-        (kind.block_size != COPIED_BLOCK, f"blocks of {kind.block_size} tokens"),
+        (kind.block_size not in BLOCKS, f"blocks of {kind.block_size} tokens"),
         (not kind.countable, "pools of 2^31 keys and values or more"),
         (kind.group > ROWS_OF_CONSUMER * CONSUMERS, f"{kind.group} query heads for each KV head"),
     ):
@@ -75,7 +77,7 @@ def tile_constants(kind: AttentionKind, tiles: PromptTiles) -> dict[str, Any]:
         "HEAD_SIZE": kind.head_size,
         "ROWS": tiles.rows,
         "TILE": tiles.tile,
-        "BLOCK": COPIED_BLOCK,
+        "BLOCK": kind.block_size,
         "STAGES": tiles.stages,
         "PRODUCER_REGISTERS": tiles.producer_registers,
         "CONSUMER_REGISTERS": tiles.consumer_registers,
@@ -84,6 +86,8 @@ def tile_constants(kind: AttentionKind, tiles: PromptTiles) -> dict[str, Any]:
     }
 
 
-def kind_of(head_size: int, dtype: torch.dtype, *, softcap: bool = False, sinks: bool = False) -> AttentionKind:
+def kind_of(
+    head_size: int, dtype: torch.dtype, block_size: int, *, softcap: bool = False, sinks: bool = False
+) -> AttentionKind:
     """Return a kind that the kernel has."""
-    return AttentionKind(head_size, dtype, dtype, COPIED_BLOCK, softcap=softcap, sinks=sinks)
+    return AttentionKind(head_size, dtype, dtype, block_size, softcap=softcap, sinks=sinks)

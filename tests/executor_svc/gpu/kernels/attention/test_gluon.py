@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from executor_svc.gpu.kernels.attention import tile, work
 from executor_svc.gpu.kernels.attention.attention import attention
-from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, MOST_ROWS, AttentionConfig
+from executor_svc.gpu.kernels.attention.config import MOST_ROWS, AttentionConfig
 from executor_svc.gpu.kernels.attention.gluon import kernel, twin
 from executor_svc.gpu.kernels.attention.gluon.prefill import prompt_attention, variants
-from executor_svc.gpu.kernels.attention.gluon.tiles import TILES, PromptTiles, kind_of, tiles_of, why_not
+from executor_svc.gpu.kernels.attention.gluon.tiles import BLOCKS, TILES, PromptTiles, kind_of, tiles_of, why_not
 from tests.executor_svc.gpu.kernels.attention.cases import ARCH, F8, Chunks, Sizes, check, make_call
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-PAGED = Sizes(2, 4, block_size=COPIED_BLOCK)
+PAGED = Sizes(2, 4)
 MIXED: Chunks = [(70, 1), (0, 0), (0, 33), (0, 1), (-1, 3), (40, 21), (129, 1)]
 
 
@@ -32,9 +32,10 @@ def compare(chunks: Chunks, sizes: Sizes, device: torch.device, seed: int = 0) -
     check(call)
 
 
-@pytest.mark.parametrize(("head_size", "dtype"), [(64, BF16), (128, F16)])
-def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    compare([(70, 1), (20, 9), (180, 41)], replace(PAGED, head_size=head_size, dtype=dtype), device)
+@pytest.mark.parametrize(("head_size", "dtype", "block_size"), [(64, BF16, 64), (128, F16, 32), (128, BF16, 16)])
+def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
+    sizes = replace(PAGED, head_size=head_size, dtype=dtype, block_size=block_size)
+    compare([(70, 1), (20, 9), (180, 41)], sizes, device)
 
 
 @pytest.mark.parametrize("group", [1, 5, 8, 19])
@@ -45,8 +46,8 @@ def test_mixed_batches(group: int, device: torch.device) -> None:
 @pytest.mark.parametrize("more", [-1, 0, 1])
 def test_edges_of_query_and_key_tiles(more: int, device: torch.device) -> None:
     tiles = TILES[64]
-    tokens = tiles.rows // 4
-    compare([(0, tokens + more), (tiles.tile - tokens, tokens + more), (COPIED_BLOCK - 3, 3 + more)], PAGED, device)
+    tokens, block = tiles.rows // 4, PAGED.block_size
+    compare([(0, tokens + more), (tiles.tile - tokens, tokens + more), (block - 3, 3 + more)], PAGED, device)
 
 
 @pytest.mark.parametrize("sizes", [replace(PAGED, softcap=5.0), replace(PAGED, group=3, sinks=True)])
@@ -69,7 +70,7 @@ def batches(draw: st.DrawFn) -> tuple[Chunks, Sizes, int]:
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 8)),
         head_size=draw(st.sampled_from([*TILES])),
-        block_size=COPIED_BLOCK,
+        block_size=draw(st.sampled_from(BLOCKS)),
         dtype=draw(st.sampled_from([BF16, F16])),
         softcap=draw(st.sampled_from([None, 5.0])),
     )
@@ -100,11 +101,15 @@ def test_sums_have_the_order_of_todays_kernel(device: torch.device) -> None:
 def test_the_kernel_and_its_twin_have_the_same_arguments() -> None:
     assert kernel.prompt_kernel.arg_names == twin.prompt_twin.arg_names
     by_name = {each.name: each for each in variants()}
-    assert len(by_name) == 24
+    assert len(by_name) == 12 + 12 + 8
+    twins = 0
     for name, each in by_name.items():
         assert list(each.signature) == each.kernel.arg_names
-        if "gluon" in name:
-            assert each.constants == by_name[name.replace("gluon", "twin").removesuffix(" copied")].constants
+        other = by_name.get(re.sub("gluon (.*) blocks of 64 copied", r"twin \1", name))
+        if other not in (None, each):
+            assert each.constants == other.constants
+            twins += 1
+    assert twins == 12
 
 
 def test_indices_masks_and_weights_are_one_text() -> None:
@@ -124,7 +129,7 @@ def test_indices_masks_and_weights_are_one_text() -> None:
 def test_registers_and_shared_memory_of_a_block() -> None:
     for head_size, tiles in TILES.items():
         assert 2 * tiles.consumer_registers + tiles.producer_registers <= 65536 // 128
-        assert tiles.tile % COPIED_BLOCK == 0
+        assert not any(tiles.tile % size for size in BLOCKS)
         assert tiles.stages >= 2
         numbers = tiles.rows + 2 * tiles.stages * tiles.tile
         assert 2 * head_size * numbers + 8 * (4 * tiles.stages + 1) <= 227 << 10
@@ -141,14 +146,14 @@ def test_registers_and_shared_memory_of_a_block() -> None:
         ({"dtype": F32, "kv_dtype": F32}, "32-bit queries"),
         ({"kv_dtype": F8}, "a cache in fp8"),
         ({"window": True}, "a window or chunks"),
-        ({"block_size": 16}, "blocks of 16 tokens"),
+        ({"block_size": 8}, "blocks of 8 tokens"),
         ({"countable": False}, "pools of 2^31"),
         ({"group": 129}, "129 query heads"),
         ({"more": 64}, "latents"),
     ],
 )
 def test_what_the_kernel_does_not_have(changed: dict[str, Any], lacking: str) -> None:
-    kind = kind_of(128, BF16)
+    kind = kind_of(128, BF16, 16)
     assert why_not(kind) is None
     assert lacking in str(why_not(replace(kind, **changed)))
     with pytest.raises(ValueError, match=re.escape(lacking)):
@@ -157,7 +162,7 @@ def test_what_the_kernel_does_not_have(changed: dict[str, Any], lacking: str) ->
 
 def test_more_rows_than_the_copy_engine_counts_are_refused(device: torch.device) -> None:
     call = make_call([(0, 5)], PAGED, device)
-    most = MOST_ROWS // (2 * 2 * COPIED_BLOCK)
-    cache = torch.empty(most, 2, 2, COPIED_BLOCK, 64, dtype=BF16, device="meta")
+    most = MOST_ROWS // (2 * 2 * PAGED.block_size)
+    cache = torch.empty(most, 2, 2, PAGED.block_size, 64, dtype=BF16, device="meta")
     with pytest.raises(ValueError, match=r"pools of 2\^31"):
         prompt_attention(replace(call, kv_layer=cache))

@@ -122,13 +122,13 @@ def _scores(query, keys, bars, tile, TILE: gl.constexpr, STAGES: gl.constexpr, l
 
 @gluon.jit
 def _seen(
-    scores, tile, positions, inner, clear_to, TILE: gl.constexpr, HAS_SOFTCAP: gl.constexpr
+    scores, tile, positions, inner, clear_to, TILE: gl.constexpr, HAS_SOFTCAP: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """Return a tile's scores, capped and masked."""
     if HAS_SOFTCAP:
         scores = capped(scores, inner)
     if on_border(tile, 0, clear_to):
-        keys = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, scores.type.layout))
+        keys = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, layout))
         scores = visible(scores, keys[None, :], positions[:, None], 0, False)
     return scores
 
@@ -152,7 +152,7 @@ def _attend(
     if num_tiles > 0:
         scores = warpgroup_mma_wait(0, deps=[_scores(query, keys, bars, 0, TILE, STAGES, of_scores)])
         mbarrier.arrive(_keys_free(bars, 0, STAGES), count=1)
-        scores = _seen(scores, 0, positions, inner, clear_to, TILE, HAS_SOFTCAP)
+        scores = _seen(scores, 0, positions, inner, clear_to, TILE, HAS_SOFTCAP, of_scores)
         weights, shrink, greatest, total = weights_of(scores, greatest, total, outer)
         weights = gl.convert_layout(weights.to(dtype), operand)
         mbarrier.wait(_values_there(bars, 0, STAGES), 0)
@@ -163,7 +163,7 @@ def _attend(
             sums = warpgroup_mma(weights, values.index(former), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[product])
             mbarrier.arrive(_keys_free(bars, stage, STAGES), count=1)
-            scores = _seen(scores, tile, positions, inner, clear_to, TILE, HAS_SOFTCAP)
+            scores = _seen(scores, tile, positions, inner, clear_to, TILE, HAS_SOFTCAP, of_scores)
             added, shrink, greatest, total = weights_of(scores, greatest, total, outer)
             # This wait keeps ptxas from moving the one for the sums before the softmax, which is to run beside them.
             mbarrier.wait(_values_there(bars, stage, STAGES), tile // STAGES & 1)

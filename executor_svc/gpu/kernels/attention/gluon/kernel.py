@@ -61,7 +61,8 @@ def _rows_of(tile, table, high, head, block_rows, TILE: gl.constexpr, BLOCK: gl.
     rows = ()
     for part in gl.static_range(TILE // BLOCK):
         row = first_row_of(tile * (TILE // BLOCK) + part, table, high, head, block_rows, BLOCK)
-        rows = rows + (row,)  # noqa: RUF005, Gluon unpacks nothing into a tuple
+        # Gluon unpacks nothing into a tuple.
+        rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
     return rows
 
 

@@ -205,6 +205,10 @@ class LLMOptions(TypedDict, total=False):
     with the checkpoint's scales if it has any; auto: fp8 on such a GPU if the checkpoint specifies it, else the model's
     data type. [default: auto]"""
 
+    attention_backend: Literal["auto", "triton", "gluon"] | None
+    """Kernel of prompts' attention on a GPU; gluon: one for compute capability 9.0 alone that copies, multiplies and
+    computes weights at once, and that no GPU has run; auto: triton (docs/gpu.md). [default: auto]"""
+
     gpu_memory_utilization: float | None
     """Share of the device's memory for weights, steps and KV; default: 0.9 of a GPU's memory, 0.5 of the free memory on
     the CPU."""

@@ -155,6 +155,12 @@ class ExecutorConfig(SimulationOptions):
         "specifies it, else the model's data type.",
         json_schema_extra=about("Memory"),
     )
+    attention_backend: Literal["auto", "triton", "gluon"] = Field(
+        "auto",
+        description="Kernel of prompts' attention on a GPU; gluon: one for compute capability 9.0 alone "
+        "that copies, multiplies and computes weights at once, and that no GPU has run; auto: triton (docs/gpu.md).",
+        json_schema_extra=about("Model"),
+    )
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,

@@ -104,6 +104,7 @@ class CpuDevice:
         for option, value, plain in (
             ("--quantization", config.quantization, ("none", "int8", "int4")),
             ("--kv-cache-dtype", config.kv_cache_dtype, ("auto", "model")),
+            ("--attention-backend", config.attention_backend, ("auto",)),
         ):
             if value not in plain:
                 raise DeviceError(f"{option} {value} is not possible on the CPU: it needs --device cuda")

@@ -23,6 +23,7 @@ from executor_svc.gpu.choices.ways import KernelChecks
 from executor_svc.gpu.compiled.kernel_cache import use_kernel_cache
 from executor_svc.gpu.exact.linear import ExactLinear
 from executor_svc.gpu.exact.products import ExactProducts
+from executor_svc.gpu.kernels.attention.gluon.backend import PromptBackend
 from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
@@ -106,6 +107,11 @@ class GpuDevice:
         if config.few_bits_products == "measured" and self._exact is None:
             self._few_bits_choices = FewBitsChoices(self._workspace, arch, num_sms)
         self._kernels = SkinnyKernels(self.torch_device, arch, num_sms, self._attention, config.skinny_gemms)
+        self._prompts: PromptBackend | None = None
+        if config.attention_backend == "gluon":
+            exact = self._attention is not None
+            self._prompts = PromptBackend(self.torch_device, arch, config.block_size, exact=exact)
+            self._kernels.attend_prompts_by(self._prompts)
         self.few_bits = FewBits()
 
     def _new_choices(self, config: ExecutorConfig, arch: int) -> KernelChecks:
@@ -141,8 +147,9 @@ class GpuDevice:
             raise DeviceError(f"--kv-cache-dtype fp8: needs {reason}")
         fp8 = self._kv_option == "fp8" or (self._kv_option == "auto" and fp8_cache and reason is None)
         self.kv_dtype = torch.float8_e4m3fn if fp8 else self.dtype
-        if self._attention is not None:
-            self._attention.dtypes = self.dtype, self.kv_dtype
+        for attention in (self._attention, self._prompts):
+            if attention is not None:
+                attention.dtypes = self.dtype, self.kv_dtype
 
     def _no_fp8_cache(self) -> str | None:
         """Return the missing requirement of a cache in fp8, or None."""

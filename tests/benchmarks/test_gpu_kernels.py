@@ -335,6 +335,9 @@ def test_kernels_run_in_a_separate_process(group: str, metric: str) -> None:
     found = [line for line in lines if "done" in line]
     assert len(found) == len(GROUPS[group].cases(True))
     assert all(line["metrics"][metric] > 0 and "error" not in line for line in found)
+    if group == "prefill":
+        both = [line["metrics"].get("triton_ms", 0) > 0 for line in found]
+        assert both == [False, False, True, True, True, True], "the last ones by the Gluon kernel's twin"
 
 
 @pytest.mark.slow

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics, one_line
-from benchmarks.gpu.kernels.attention_launch import Sizes, check, launch, make_inputs
+from benchmarks.gpu.kernels.attention_launch import Sizes, check, gluon_kernels_of, launch, make_inputs
 from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK
+
+if TYPE_CHECKING:
+    from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
 
 MAX_CHECKED = 8192
 """Longest context whose result is compared with float64."""
@@ -88,12 +92,29 @@ def bandwidth(bench: Bench, size: int, seconds: float) -> Metrics:
 
 
 def prefill_cases(tiny: bool) -> Sequence[Case]:
-    """Whole prompts, eight prompts of 1k tokens, and a chunk of 2k tokens after 30k; head size 128, GQA 4."""
+    """Whole prompts, eight prompts of 1k tokens, and a chunk of 2k tokens after 30k; head size 128, GQA 4.
+
+    Then the same by the Gluon kernel, beside Triton's: the last, as no GPU has run it.
+    """
     if tiny:
-        return [_prefill(replace(TINY, batch=1, num_tokens=40)), _prefill(replace(TINY, context=70, num_tokens=20))]
-    sizes = [Sizes(1, length, num_tokens=length) for length in _LENGTHS]
-    sizes += [Sizes(8, 1024, num_tokens=1024), Sizes(1, 32768, num_tokens=2048)]
-    return [_prefill(each) for each in sizes]
+        sizes = [replace(TINY, batch=1, num_tokens=40), replace(TINY, context=70, num_tokens=20)]
+    else:
+        sizes = [Sizes(1, length, num_tokens=length) for length in _LENGTHS]
+        sizes += [Sizes(8, 1024, num_tokens=1024), Sizes(1, 32768, num_tokens=2048)]
+    in_gluon = [*sizes, *(replace(each, block_size=COPIED_BLOCK) for each in sizes[:2])]
+    return [_prefill(each) for each in sizes] + [_prefill_in_gluon(each) for each in in_gluon]
+
+
+def _prefill_in_gluon(sizes: Sizes) -> Case:
+    case = _prefill(sizes)
+
+    def run(bench: Bench) -> Metrics:
+        metrics = _time_prefill(bench, sizes, gluon_kernels_of(bench, sizes.block_size))
+        inputs = make_inputs(bench, sizes)
+        triton = bench.clock.seconds(launch(bench, sizes, inputs)[0])
+        return metrics | {"triton_ms": 1e3 * triton, "over_triton": metrics["ms"] / (1e3 * triton)}
+
+    return Case(f"gluon: {case.name}", {**case.params, "backend": "gluon"}, run, 8.0, PREFILL_GOAL)
 
 
 def _prefill(sizes: Sizes) -> Case:
@@ -112,9 +133,10 @@ def flops(sizes: Sizes) -> int:
     return 4 * sizes.batch * sizes.num_kv_heads * sizes.group * sizes.head_size * seen
 
 
-def _time_prefill(bench: Bench, sizes: Sizes) -> Metrics:
-    inputs = make_inputs(bench, sizes)
-    work, out = launch(bench, sizes, inputs)
+def _time_prefill(bench: Bench, sizes: Sizes, kernels: GpuKernels | None = None) -> Metrics:
+    """kernels: default: of `kernels_of`."""
+    inputs = make_inputs(bench, sizes, kernels)
+    work, out = launch(bench, sizes, inputs, kernels)
     work()
     if sizes.context <= MAX_CHECKED:
         check(inputs, sizes, out)
@@ -179,5 +201,5 @@ def block_cases(tiny: bool) -> Sequence[Case]:
 
 
 DECODE = Group("decode", "decode attention", decode_cases, limit_s=130)
-PREFILL = Group("prefill", "prefill attention", prefill_cases, limit_s=60)
+PREFILL = Group("prefill", "prefill attention", prefill_cases, limit_s=130)
 BLOCKS = Group("blocks", "attention by block size", block_cases, limit_s=80)

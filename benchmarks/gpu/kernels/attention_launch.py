@@ -57,6 +57,24 @@ def exact_kernels_of(bench: Bench) -> GpuKernels:
     return bench.cached("exact kernels", make)
 
 
+def gluon_kernels_of(bench: Bench, block_size: int) -> GpuKernels:
+    """The device's kernels with prompts' attention in Gluon, made once: for caches in bf16, in such blocks.
+
+    Raises DeviceError where that does not run.
+    """
+
+    def make() -> GpuKernels:
+        from executor_svc.gpu.kernels.attention.gluon.backend import PromptBackend
+        from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
+
+        arch, num_sms = arch_and_sms(bench.device)
+        kernels = GpuKernels(bench.device, arch, num_sms)
+        kernels.attend_prompts_by(PromptBackend(bench.device, arch, block_size, exact=False))
+        return kernels
+
+    return bench.cached(f"gluon kernels {block_size}", make)
+
+
 def arch_and_sms(device: torch.device) -> tuple[int, int]:
     """Compute capability (as 90) and number of multiprocessors; a Hopper GPU's under the interpreter."""
     if device.type != "cuda":

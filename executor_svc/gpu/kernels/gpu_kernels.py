@@ -22,6 +22,7 @@ from executor_svc.device.kernels import (
 from executor_svc.errors import StartError
 from executor_svc.gpu.kernels import activation, norm, rows
 from executor_svc.gpu.kernels.attention.config import HEAD_SIZES
+from executor_svc.gpu.kernels.attention.gluon.backend import PromptBackend
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.exact.attention_plan import ExactAttentionPlan
 from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
@@ -86,6 +87,7 @@ class GpuKernels:
         self.exact = exact
         if exact is not None:
             self.name = f"{self.name} exact-1"
+        self._gluon: PromptBackend | None = None
         self._arch = arch
         self._num_sms = num_sms
         self.tiles_of: Callable[[AttentionShape], int] = lambda _: arch
@@ -98,6 +100,11 @@ class GpuKernels:
     def arch(self) -> int:
         """The compute capability of the device, such as 90."""
         return self._arch
+
+    def attend_prompts_by(self, gluon: PromptBackend) -> None:
+        """Let the Gluon kernel attend for the prompts of plans that are made from now on."""
+        self._gluon = gluon
+        self.name = f"{self.name} gluon-1"
 
     @contextmanager
     def recording(self) -> Iterator[GpuRecording]:
@@ -139,7 +146,8 @@ class GpuKernels:
         sizes = max_model_len, max_tokens, max_tokens if max_seqs is None else max_seqs
         where = self._device, self.tiles_of(shape), self._num_sms
         if self.exact is None:
-            return GpuAttentionPlan(shape, *sizes, *where, num_tables)
+            gluon = self._gluon is not None and self._gluon.serves(shape)
+            return GpuAttentionPlan(shape, *sizes, *where, num_tables, gluon=gluon)
         return ExactAttentionPlan(shape, *sizes, *where, num_tables, wide=self.exact.may_be_wide(shape))
 
     # ------------------------------------------------------------------ operations

@@ -42,5 +42,7 @@ class Variant:
     """Whether its sm_90 PTX must load with the copy engine."""
     narrow_loads: int | None = None
     """Most instructions that read less than 16 bytes of global memory at once; None: any number."""
+    roles: bool = False
+    """Whether its warps must have roles on sm_90: one copies, the others compute weights while a product runs."""
     quick: bool = False
     """Whether every `make test` compiles it."""

@@ -61,12 +61,19 @@ OF_EXPERTS = {"choose_kernel", "sum_kernel", "place_kernel", "_linear_of_experts
 
 
 OF_STATES = {"_begin_states", "_end_states", "_convolve", "_write_rings", "_recur", "_gated_norm"}
+OF_PROMPTS = {"prompt_kernel"}
 OF_HEADS = {"_read_next_tokens", "_keep_results", "_first_pass", "_next_pass", "_copy_columns"}
 
 
 @pytest.mark.parametrize(
     ("family", "kernels"),
-    [("llama", set()), ("glm4_moe", OF_EXPERTS), ("qwen3_5_delta", OF_STATES), ("mimo", OF_HEADS)],
+    [
+        ("llama", set()),
+        ("glm4_moe", OF_EXPERTS),
+        ("qwen3_5_delta", OF_STATES),
+        ("mimo", OF_HEADS),
+        ("llama", OF_PROMPTS),
+    ],
 )
 def test_kernels_are_compiled_and_launched_as_on_a_gpu(
     family: str, kernels: set[str], stub: Path, tmp_path: Path
@@ -79,7 +86,9 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(
     make = make_mimo if kernels is OF_HEADS else partial(make_checkpoint, family=family)
     folder = make(tmp_path / "model", vocab_size=500, dtype=torch.bfloat16, **shape)
     speculative = "mtp" if kernels is OF_HEADS else "ngram"
-    cache, ahead = tmp_path / "cache", family == "llama"
+    gluon = {"attention_backend": "gluon", "kv_cache_dtype": "auto", "quantization": "none"}
+    changed = gluon if kernels is OF_PROMPTS else {}
+    cache, ahead = tmp_path / "cache", family == "llama" and not changed
     if ahead:
         options = {**OPTIONS, "model": folder, "speculative": speculative}
         del options["num_gpu_blocks"]
@@ -87,11 +96,12 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(
         into = ("--arch", "90", "--into", str(tmp_path))
         run("executor_svc.startup.compile_ahead", *into, *arguments, env=environment(stub, cache))
         cache = tmp_path / "triton"
-    seen = seen_by(stub, folder, speculative, cache)
+    seen = seen_by(stub, folder, speculative, cache, **changed)
     assert seen["compiled_by_steps"] == []
     assert (seen["compiled_anew"] == 0) == ahead, "what was compiled ahead is what is launched"
     assert seen["from_cache"] + seen["compiled_anew"] > 30
-    of_all = {"attention_kernel", "split_kernel", "_build_step", "_commit", "_lay_out"}
+    of_all = {"split_kernel", "_build_step", "_commit", "_lay_out"}
+    of_all |= set() if kernels is OF_PROMPTS else {"attention_kernel"}
     of_all |= set() if kernels is OF_HEADS else {"_draft_ngrams"}
     assert of_all | kernels <= {name.rpartition(".")[2] for name in seen["compiled"]}
     assert len(seen["launches"]) == 5

@@ -17,32 +17,17 @@ from executor_svc.gpu.kernels.attention.keys import attend
 from executor_svc.gpu.kernels.attention.tile import (
     as_multiplied,
     divided,
-    first_seen,
     query_places,
     rows_and_columns,
     sink_exponents,
     with_sink,
 )
 from executor_svc.gpu.kernels.attention.variants import cases, variants_of
+from executor_svc.gpu.kernels.attention.work import keys_of, queries_of
 from executor_svc.gpu.kernels.variant import Variant
 
 _L2_BYTES = 24 << 20
 """Maximum bytes of keys and values that concurrent programs read: about half of the L2 of a data-center GPU."""
-
-
-@triton.jit
-def find_sequence(query_start_loc, tile, num_seqs, tile_tokens):
-    """Return the last sequence s whose first tile, query_start_loc[s] // tile_tokens + s, is not after `tile`."""
-    low = 0
-    high = num_seqs
-    while low < high:
-        middle = (low + high) // 2
-        first = tl.load(query_start_loc + middle) // tile_tokens + middle
-        if first <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @triton.jit(
@@ -79,12 +64,9 @@ def attention_kernel(
         first = 0
     else:
         tile_tokens = ROWS // group
-        rest = program % (num_tiles * heads_at_once)
-        head = program // (num_tiles * heads_at_once) * heads_at_once + rest % heads_at_once
-        tile = num_tiles - 1 - rest // heads_at_once
-        sequence = find_sequence(query_start_loc, tile, num_seqs, tile_tokens)
-        start = tl.load(query_start_loc + sequence)
-        first = (tile - start // tile_tokens - sequence) * tile_tokens
+        head, sequence, start, first = queries_of(
+            program, query_start_loc, num_seqs, num_tiles, heads_at_once, tile_tokens
+        )
     num_tokens = tl.load(query_start_loc + sequence + 1) - start
     if first >= num_tokens:
         return
@@ -106,12 +88,10 @@ def attention_kernel(
     query, more, inner, outer = as_multiplied(
         query, more, kv_head, k_scale, scale, softcap, MORE, HAS_SOFTCAP, HAS_SCALES
     )
-    low = first_seen(position, window, HAS_WINDOW)
-    high = tl.where(length > 0, position + count, 0)
-    clear_from = tl.cdiv(first_seen(position + count - 1, window, HAS_WINDOW), TILE)
+    low, high, clear_from, clear_to = keys_of(position, count, length, window, TILE, HAS_WINDOW)
     acc, greatest, total = attend(
         query, cache, kv_head, block_tables + sequence.to(tl.int64) * table_stride, position + token, low // TILE,
-        tl.cdiv(high, TILE), low, high, clear_from, (position + 1) // TILE, block_rows, value_rows, block_size,
+        tl.cdiv(high, TILE), low, high, clear_from, clear_to, block_rows, value_rows, block_size,
         block_bits, inner, outer, window, more, HEAD_SIZE, PADDED, WIDTH, MORE, MORE_PADDED, TILE, HAS_WINDOW,
         HAS_SOFTCAP, COPIES, STAGES,
     )  # fmt: skip
@@ -156,7 +136,7 @@ def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = N
         call.num_kv_heads,
         call.block_rows,
         call.value_rows,
-        _heads_at_once(call),
+        heads_at_once(call),
         call.group,
         call.block_size,
         call.block_bits,
@@ -171,7 +151,7 @@ def attention(call: AttentionCall, arch: int, config: AttentionConfig | None = N
     )
 
 
-def _heads_at_once(call: AttentionCall) -> int:
+def heads_at_once(call: AttentionCall) -> int:
     """Return the number of KV heads processed concurrently: a divisor of all, limited by keys and values in L2."""
     if call.latent is not None:  # all have the same keys
         return call.num_kv_heads

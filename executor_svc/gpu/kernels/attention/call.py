@@ -141,14 +141,14 @@ class AttentionCall:
             self.group,
             window,
             softcap,
-            self._num_rows < MOST_ROWS,
+            self.num_rows < MOST_ROWS,
             self.sinks is not None,
             self.chunk is not None,
             0 if self.latent is None else self.width - padded_latent(self.latent),
         )
 
     @property
-    def _num_rows(self) -> int:
+    def num_rows(self) -> int:
         """Rows [D] from the first block's beginning to the last one's end."""
         layer = self.kv_layer
         last = sum((size - 1) * stride for size, stride in zip(layer.shape, layer.stride(), strict=True))
@@ -173,7 +173,7 @@ class AttentionCall:
         if not config.copies:
             return self.kv_layer
         _need(self.block_size % config.tile == 0, "kv_layer", "must have whole tiles in a block for the copy engine")
-        rows, size = self._num_rows, self.head_size
+        rows, size = self.num_rows, self.head_size
         _need(rows < MOST_ROWS, "kv_layer", "must have less than 2^31 keys and values for the copy engine")
         return TensorDescriptor(self.kv_layer, [rows, size], [size, 1], [config.tile, padded(size)])
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from executor_svc.device.kernels import AttentionShape, KVScales
 from executor_svc.gpu.kernels.attention.attention import attention
 from executor_svc.gpu.kernels.attention.call import AttentionCall
+from executor_svc.gpu.kernels.attention.gluon.prefill import prompt_attention
+from executor_svc.gpu.kernels.attention.gluon.tiles import why_not
 from executor_svc.gpu.kernels.attention.segments import SegmentScratch, default_segments
 from executor_svc.gpu.kernels.attention.split import split_attention, split_tokens
 from executor_svc.gpu.kernels.slots.slots import StepBuffers, padded
@@ -31,13 +33,19 @@ class GpuAttentionPlan:
         arch: int,
         num_sms: int,
         num_tables: int = 1,
+        *,
+        gluon: bool = False,
     ) -> None:
-        """Allocate memory for steps of up to max_tokens tokens and max_seqs sequences, with so many block tables."""
+        """Allocate memory for steps of up to max_tokens tokens and max_seqs sequences, with so many block tables.
+
+        gluon: whether the Gluon kernel attends for prompts.
+        """
         self.name = f"tokens{next(_names)}"
         self.num_tiles = 0
         self.slot_mappings = torch.full((num_tables, padded(max_tokens)), -1, dtype=torch.int64, device=device)
         """[num_tables, at least max_tokens]: where the step's tokens are written, by block table."""
         self.shape = shape
+        self._gluon = gluon
         self.arch, self.num_sms = arch, num_sms
         self._max_model_len = max_model_len
         width = -(-max_model_len // _SMALLEST_BLOCK)
@@ -137,5 +145,7 @@ class GpuAttentionPlan:
         wants_split = default_segments(kind).wants_split
         if wants_split(self.num_seqs, call.num_kv_heads, *lengths, self.num_sms, split_tokens(kind)):
             split_attention(call, self.arch, self.scratch, self.num_sms)
+        elif self._gluon and self.max_query_len > 1 and why_not(kind) is None:
+            prompt_attention(call)
         else:
             attention(call, self.arch)

@@ -29,8 +29,14 @@ def query_places(base, rows, token, head, first, stride, group, WIDTH: tl.conste
 
     Row r is query head r % group of this KV head, of the token at index token[r] [ROWS] after the first.
     """
+    return row_places(base, rows, token, tl.arange(0, PADDED)[None, :], head, first, stride, group, WIDTH)
+
+
+@triton.jit
+def row_places(base, rows, token, columns, head, first, stride, group, WIDTH: tl.constexpr):
+    """Return addresses [ROWS, C] of these columns [1, C]; others as in `query_places`."""
     offsets = token * stride + (head * group + rows % group) * WIDTH
-    return base + first.to(tl.int64) * stride + (offsets[:, None] + tl.arange(0, PADDED)[None, :])
+    return base + first.to(tl.int64) * stride + (offsets[:, None] + columns)
 
 
 @triton.jit
@@ -110,25 +116,52 @@ def weigh(
     if more is not None:
         scores = tl.dot(q_more, tl.trans(more.to(q.dtype)), scores, input_precision="ieee")
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1); the softmax needs no 1, and the outer factor includes the 2.
-        scores = -1.0 / (tl.exp2(scores * inner[:, None]) + 1.0)
-    if LAST or (tile < clear_from) | (tile >= clear_to):
+        scores = capped(scores, inner[:, None])
+    if LAST or on_border(tile, clear_from, clear_to):
         keys = tile * TILE + tl.arange(0, TILE)
-        visible = keys[None, :] <= positions[:, None]
-        if HAS_WINDOW == 2:
-            visible &= keys[None, :] >= (positions // window * window)[:, None]
-        elif HAS_WINDOW:
-            visible &= keys[None, :] > positions[:, None] - window
-        scores = tl.where(visible, scores, float("-inf"))
+        scores = visible(scores, keys[None, :], positions[:, None], window, HAS_WINDOW)
+    weights, shrink, highest, total = weights_of(scores, greatest, total, outer)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+    return acc, highest, total
+
+
+@triton.jit
+def capped(scores, inner):
+    """Return capped scores, without the outer factor and a constant that all scores share."""
+    # tanh(x) = 1 - 2 / (exp(2x) + 1); the softmax needs no 1, and the outer factor includes the 2.
+    return -1.0 / (tl.exp2(scores * inner) + 1.0)
+
+
+@triton.jit
+def on_border(tile, clear_from, clear_to):
+    """Return whether some row of a query tile does not attend to all keys of this tile."""
+    return (tile < clear_from) | (tile >= clear_to)
+
+
+@triton.jit
+def visible(scores, keys, positions, window, HAS_WINDOW: tl.constexpr):
+    """Return the scores [ROWS, TILE], -inf where a row at its position [ROWS, 1] does not attend to a key [1, TILE]."""
+    seen = keys <= positions
+    if HAS_WINDOW == 2:
+        seen &= keys >= positions // window * window
+    elif HAS_WINDOW:
+        seen &= keys > positions - window
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def weights_of(scores, greatest, total, outer):
+    """Return a tile's weights [ROWS, TILE], the factor of what was summed before, the greatest score and the total.
+
+    greatest, total, outer: [ROWS], before this tile.
+    """
     highest = tl.maximum(greatest, tl.max(scores, 1))
     # For a row without any key so far, -inf - -inf would be NaN.
     base = tl.where(highest == float("-inf"), 0.0, highest * outer)
     weights = tl.exp2(scores * outer[:, None] - base[:, None])
     shrink = tl.exp2(greatest * outer - base)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None]
-    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-    return acc, highest, total
+    return weights, shrink, highest, total * shrink + tl.sum(weights, 1)
 
 
 @triton.jit

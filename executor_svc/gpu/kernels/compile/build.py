@@ -19,8 +19,10 @@ from triton import compile as triton_compile
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
+from executor_svc.gpu.kernels.compile.machine_code import disassembled, instructions, num_overlapped, touching
 from executor_svc.gpu.kernels.compile.registry import variant_errors
 from executor_svc.gpu.kernels.variant import Variant
 
@@ -54,6 +56,17 @@ class Build:
     """Number of these that read 16 bytes at once."""
     num_bulk_copies: int
     """Instructions of the copy engine."""
+    role_registers: Sequence[int]
+    """Numbers of registers that warps of a role have, sorted; empty: no warps have roles."""
+    num_barriers: int
+    """Barriers that copies or warps arrive at (mbarrier)."""
+    num_overlapped: int
+    """Exponents of a thread between its waits for the second last product and for the last one, the least of all loops.
+
+    0 too where it was not asked for, as the next.
+    """
+    num_touching: int
+    """Instructions that name registers of a product which may still run."""
     seconds: float
     """Seconds of the compilation."""
 
@@ -77,16 +90,37 @@ def compile_variant(variant: Variant, arch: int) -> Build:
 
     Raises CompileError, which names the variant, and RuntimeError under Triton's interpreter.
     """
+    start = time.perf_counter()
+    compiled, log = _compiled(variant, arch)
+    seconds = time.perf_counter() - start
+    facts = _ptxas_facts(_where(variant, arch), log) | _ptx_facts(compiled.asm["ptx"])
+    facts["column_warps"] = _column_warps(compiled.asm["ttgir"])
+    listed = instructions(disassembled(compiled.asm["cubin"])) if variant.roles else []
+    facts |= {"num_overlapped": num_overlapped(listed), "num_touching": len(touching(listed))}
+    return Build(variant.name, arch, dynamic_shared=compiled.metadata.shared, seconds=round(seconds, 2), **facts)
+
+
+def machine_code(variant: Variant, arch: int) -> str:
+    """Return the instructions that a GPU would run (SASS), as cuobjdump prints them; raises as `compile_variant`."""
+    return disassembled(_compiled(variant, arch)[0].asm["cubin"])
+
+
+def _where(variant: Variant, arch: int) -> str:
+    return f"{variant.name} for sm_{arch}"
+
+
+def _compiled(variant: Variant, arch: int) -> tuple[Any, str]:
+    """Return what Triton compiles, and the output of ptxas."""
     if not isinstance(variant.kernel, JITFunction):
         raise RuntimeError("kernels are not compiled under TRITON_INTERPRET: compile in a process without it")
-    where = f"{variant.name} for sm_{arch}"
+    where = _where(variant, arch)
     if wrong := variant_errors(variant):
         raise CompileError(f"{where}: {'; '.join(wrong)}")
-    start = time.perf_counter()
+    source = GluonASTSource if variant.kernel.is_gluon() else ASTSource
     with _fresh_compiler() as printed:
         try:
             compiled = triton_compile(
-                ASTSource(variant.kernel, dict(variant.signature), dict(variant.constants), _attributes(variant)),
+                source(variant.kernel, dict(variant.signature), dict(variant.constants), _attributes(variant)),
                 target=GPUTarget("cuda", arch, 32),
                 options={
                     "num_warps": variant.num_warps,
@@ -97,10 +131,7 @@ def compile_variant(variant: Variant, arch: int) -> Build:
             )
         except Exception as error:
             raise CompileError(f"{where}: {type(error).__name__}: {error}") from error
-    seconds = time.perf_counter() - start
-    facts = _ptxas_facts(where, printed.getvalue()) | _ptx_facts(compiled.asm["ptx"])
-    facts["column_warps"] = _column_warps(compiled.asm["ttgir"])
-    return Build(variant.name, arch, dynamic_shared=compiled.metadata.shared, seconds=round(seconds, 2), **facts)
+    return compiled, printed.getvalue()
 
 
 def build_errors(variant: Variant, build: Build) -> list[str]:
@@ -130,6 +161,13 @@ def build_errors(variant: Variant, build: Build) -> list[str]:
         found.append(
             f"reads less than 16 bytes at once with {narrow} instructions, and may with {variant.narrow_loads}"
         )
+    if variant.roles and build.arch == 90:
+        if not build.role_registers or not build.num_barriers:
+            found.append("has no registers by role or no barriers in its PTX, and must")
+        if not build.num_overlapped:
+            found.append("computes no exponents while a product runs, and must")
+        if build.num_touching:
+            found.append(f"touches registers of products that may still run, {build.num_touching} times")
     if build.shared > MAX_SHARED[build.arch]:
         found.append(f"needs {build.shared} bytes of shared memory; a block has {MAX_SHARED[build.arch]}")
     return found
@@ -197,4 +235,6 @@ def _ptx_facts(ptx: str) -> dict[str, Any]:
         "num_wide_loads": sum(int(size, 0) == 16 for size in copies)
         + sum(bool(wide.fullmatch(kind)) for kind in loads),
         "num_bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor\S*shared\S*global", ptx)),
+        "role_registers": sorted({int(count) for count in re.findall(r"setmaxnreg\.\S+\s+(\d+)", ptx)}),
+        "num_barriers": len(re.findall(r"mbarrier\.init", ptx)),
     }

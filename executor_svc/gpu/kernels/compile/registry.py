@@ -86,7 +86,7 @@ def _wrong_options(variant: Variant) -> list[str]:
     found = []
     if not variant.archs or not set(variant.archs) <= set(ALL_ARCHS):
         found.append(f"archs {variant.archs} are not among {ALL_ARCHS}")
-    for what, required in (("wgmma", variant.wgmma), ("the copy engine", variant.copies)):
+    for what, required in (("wgmma", variant.wgmma), ("the copy engine", variant.copies), ("a role", variant.roles)):
         if required and 90 not in variant.archs:
             found.append(f"{what} is required, but it is not compiled for sm_90")
     if variant.num_warps not in (1, 2, 4, 8, 16, 32):

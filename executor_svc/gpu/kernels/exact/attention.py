@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from executor_svc.gpu.kernels.attention.attention import find_sequence
 from executor_svc.gpu.kernels.attention.call import AttentionCall
 from executor_svc.gpu.kernels.attention.config import AttentionKind, Phase, constants, padded
 from executor_svc.gpu.kernels.attention.keys import keys_to_read, loaded, places_of
@@ -33,6 +32,7 @@ from executor_svc.gpu.kernels.attention.tile import (
     rows_and_columns,
 )
 from executor_svc.gpu.kernels.attention.variants import cases, variants_of
+from executor_svc.gpu.kernels.attention.work import queries_of
 from executor_svc.gpu.kernels.exact.attention_config import SEGMENT_KEYS, exact_config
 from executor_svc.gpu.kernels.exact.folding import finished, folded, scores_of, weighed, write_folded
 from executor_svc.gpu.kernels.variant import Variant
@@ -60,7 +60,7 @@ def place_of_program(
 ):  # fmt: skip
     """Return this program's head, part, sequence, the sequence's first token of the batch and the tile's in it.
 
-    ONE: each sequence has one tile. Else neighbouring programs read the same keys; the largest work comes first.
+    ONE: each sequence has one tile; else as of `queries_of`.
     """
     program = tl.program_id(0)
     part = 0
@@ -71,12 +71,9 @@ def place_of_program(
         sequence = program // (num_kv_heads * parts)
         start = tl.load(query_start_loc + sequence)
     else:
-        rest = program % (num_tiles * heads_at_once)
-        head = program // (num_tiles * heads_at_once) * heads_at_once + rest % heads_at_once
-        tile = num_tiles - 1 - rest // heads_at_once
-        sequence = find_sequence(query_start_loc, tile, num_seqs, tile_tokens)
-        start = tl.load(query_start_loc + sequence)
-        first = (tile - start // tile_tokens - sequence) * tile_tokens
+        head, sequence, start, first = queries_of(
+            program, query_start_loc, num_seqs, num_tiles, heads_at_once, tile_tokens
+        )
     return head, part, sequence, start, first
 
 

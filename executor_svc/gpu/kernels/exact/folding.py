@@ -10,7 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from executor_svc.gpu.kernels.attention.tile import query_places, rows_and_columns, sink_exponents, with_sink
+from executor_svc.gpu.kernels.attention.tile import (
+    capped,
+    on_border,
+    query_places,
+    rows_and_columns,
+    sink_exponents,
+    visible,
+    with_sink,
+)
 
 
 @triton.jit
@@ -27,15 +35,10 @@ def scores_of(rows, k, more, tile, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     if more is not None:
         scores = tl.dot(q_more, tl.trans(more.to(q.dtype)), scores, input_precision="ieee")
     if HAS_SOFTCAP:
-        scores = -1.0 / (tl.exp2(scores * inner[:, None]) + 1.0)
-    if (tile < clear_from) | (tile >= clear_to):
+        scores = capped(scores, inner[:, None])
+    if on_border(tile, clear_from, clear_to):
         keys = tile * TILE + tl.arange(0, TILE)
-        visible = keys[None, :] <= positions[:, None]
-        if HAS_WINDOW == 2:
-            visible &= keys[None, :] >= (positions // window * window)[:, None]
-        elif HAS_WINDOW:
-            visible &= keys[None, :] > positions[:, None] - window
-        scores = tl.where(visible, scores, float("-inf"))
+        scores = visible(scores, keys[None, :], positions[:, None], window, HAS_WINDOW)
     return scores
 
 

@@ -135,8 +135,12 @@ def kernel(target):
     """Never run."""
 
 
-INTERPRETED = Variant("interpreted", InterpretedFunction(kernel), {"target": "*i32"}, {}, wgmma=True, copies=True)
-BUILD = Build("interpreted", 90, 32, 16, 1024, 0, 0, 0, True, False, ("wgmma m64n64k16",), 1, 4, 4, 1, 0.1)
+INTERPRETED = Variant(
+    "interpreted", InterpretedFunction(kernel), {"target": "*i32"}, {}, wgmma=True, copies=True, roles=True
+)
+BUILD = Build(
+    "interpreted", 90, 32, 16, 1024, 0, 0, 0, True, False, ("wgmma m64n64k16",), 1, 4, 4, 1, (40, 232), 9, 66, 0, 0.1
+)
 
 
 def test_the_interpreter_is_refused():
@@ -150,7 +154,11 @@ def test_the_interpreter_is_refused():
         (BUILD, []),
         (replace(BUILD, wgmma=False), ["has no wgmma in its PTX, and must"]),
         (replace(BUILD, num_bulk_copies=0), ["has no instruction to the copy engine in its PTX, and must"]),
-        (replace(BUILD, arch=80, wgmma=False, num_bulk_copies=0), []),
+        (replace(BUILD, arch=80, wgmma=False, num_bulk_copies=0, role_registers=(), num_overlapped=0), []),
+        (replace(BUILD, role_registers=()), ["has no registers by role or no barriers in its PTX, and must"]),
+        (replace(BUILD, num_barriers=0), ["has no registers by role or no barriers in its PTX, and must"]),
+        (replace(BUILD, num_touching=2), ["touches registers of products that may still run, 2 times"]),
+        (replace(BUILD, num_overlapped=0), ["computes no exponents while a product runs, and must"]),
         (replace(BUILD, wgmma_serialized=True), ["has wgmma, but ptxas serializes it"]),
         (replace(BUILD, spill_stores=4, spill_loads=8), []),
         (replace(BUILD, dynamic_shared=227 * 1024 - 16), []),

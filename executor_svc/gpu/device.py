@@ -21,6 +21,7 @@ from executor_svc.gpu.exact.linear import ExactLinear
 from executor_svc.gpu.exact.products import ExactProducts
 from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
+from executor_svc.gpu.launches.watched_launcher import watch_launches
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
 from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.gpu.stored_linear import FewBitsEmbedding, GpuStoredLinear, has_kernel
@@ -72,6 +73,8 @@ class GpuDevice:
                 raise DeviceError(f"{option} {value} is not possible on a GPU: it needs --device cpu")
         self._interpreted = is_interpreted()
         self.torch_device = torch.device("cpu" if self._interpreted else "cuda")
+        if not self._interpreted:
+            watch_launches()
         arch, num_sms = _HOPPER if self._interpreted else _properties(self.torch_device)
         if arch < _LEAST_ARCH:
             raise DeviceError(

@@ -1,8 +1,9 @@
-"""Runs a model over step tensors that stay on a GPU: with graphs of fixed sizes, or launch by launch."""
+"""Runs a model over step tensors that stay on a GPU: by graphs of fixed sizes, by repeated launches, or by new ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -21,11 +22,16 @@ from executor_svc.gpu.graphs import (
     decode_sizes,
     draft_sizes,
     mixed_sizes,
+    next_power,
+    repeated_sizes,
+    row_sizes,
     smallest_fitting,
 )
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.kernels.states.plan import GpuStatePlan
+from executor_svc.gpu.launches.repeated import RepeatedParts
+from executor_svc.gpu.launches.watched_launcher import are_watched
 from executor_svc.gpu.slots.device_slots import DeviceSlots, is_decode
 from executor_svc.gpu.slots.slot_adapters import StepAdapters
 from executor_svc.models.loading import LoadedModel
@@ -41,6 +47,10 @@ class _Fixed:
     whole: frozenset[StepSizes]
     """Decodes, and decodes with drafts."""
     replayer: Replayer
+
+
+_EXACT_LENGTHS = 64
+"""Up to so many tokens of a sequence in a step, attention is launched for the number that there is."""
 
 
 class Ran(NamedTuple):
@@ -110,6 +120,14 @@ class GpuRunner:
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, num_read)
         self.replayed = list(dict.fromkeys((*decodes, *adapted, *self.drafted, *self._mixed)))
         """All sizes of steps, or of their hidden states, that have a graph."""
+        repeats = captures and not self._has_group and are_watched(device.torch_device)
+        self.repeated = RepeatedParts() if repeats else None
+        """Of steps that no graph holds; None: their launches are new each time."""
+        self._padded, self._rows = self._mixed, ()
+        if self.repeated is not None:
+            longest = self._mixed[-1].num_tokens if self._mixed else 0
+            self._padded = [*self._mixed, *repeated_sizes(self._most.num_tokens, self._most.num_seqs, longest)]
+            self._rows = row_sizes(most)
         self._hidden = frozenset(self._mixed)
         """Replayed sizes of the computation of hidden states from existing inputs."""
         self.decodes = sorted({*decodes, *adapted}, key=lambda sizes: sizes.num_seqs)
@@ -119,6 +137,8 @@ class GpuRunner:
         if self._step_adapters is not None:
             self._with = self._fixed(adapted, adapted=True)
         self.use_adapters(False)
+        if self.repeated is not None:
+            self._probe(self.repeated)
 
     def use_adapters(self, used: bool) -> None:
         """Say whether the next step has adapters: those of its slots' places."""
@@ -152,10 +172,18 @@ class GpuRunner:
             return smallest_fitting(self._current.decodes, sizes) or sizes
         if num_tokens == num_seqs:
             return sizes
-        found = smallest_fitting(self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
+        repeats = self.repeated is not None and self.repeated.usable
+        found = smallest_fitting(self._padded if repeats else self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
         if found is None:
             return sizes
-        return replace(found, num_logits=sizes.num_logits, num_rows=num_rows, num_drafts=num_drafts)
+        num_logits = sizes.num_logits
+        if repeats and not num_drafts:
+            num_logits, num_rows = self._padded_rows(num_logits), self._padded_rows(num_rows)
+        return replace(found, num_logits=num_logits, num_rows=num_rows, num_drafts=num_drafts)
+
+    def _padded_rows(self, num_rows: int) -> int:
+        place = bisect_left(self._rows, num_rows)
+        return self._rows[place] if num_rows and place < len(self._rows) else num_rows
 
     @torch.inference_mode()
     def forward(
@@ -186,11 +214,39 @@ class GpuRunner:
                 self._current.replayer.replay(hidden)
             else:
                 drafted = sizes.num_drafts > 0 and is_decode(scheduled)
-                self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len, drafted)
-            self._run_logits(sizes)
+                self._enqueue_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len, drafted)
+            self.run_part(("logits", self._adapted is not None, sizes.num_logits), partial(self._run_logits, sizes))
         if self.states is not None:
             self.ran = Ran(hidden, replayed, int(scheduled.num_tokens.max()), max_seq_len)
         return self.results(sizes)
+
+    def run_part(self, part: Hashable, enqueue: Callable[[], object]) -> None:
+        """Enqueue a part of a step that no graph holds; what it launches must depend on `part` alone."""
+        if self.repeated is None:
+            enqueue()
+        else:
+            self.repeated.run(part, enqueue)
+
+    def _enqueue_hidden(self, sizes: StepSizes, max_query_len: int, max_seq_len: int, drafted: bool) -> None:
+        """Enqueue what `_run_hidden` does; for launches that are repeated, lengths are rounded up."""
+        if self.repeated is not None and self.repeated.usable:
+            max_seq_len = next_power(max_seq_len, self._slots.limits.max_model_len)
+            if max_query_len > _EXACT_LENGTHS:
+                max_query_len = next_power(max_query_len, sizes.num_tokens)
+        lengths = max_query_len, max_seq_len
+        part = "hidden", self._adapted is not None, sizes, lengths, drafted
+        self.run_part(part, partial(self._run_hidden, sizes, *lengths, drafted))
+
+    @torch.inference_mode()
+    def _probe(self, repeated: RepeatedParts) -> None:
+        """Try repeated launches of hidden states, in a step whose sequences are padding."""
+        if self._padded[len(self._mixed) :]:
+            sizes = self._padded[len(self._mixed)]
+            inputs = self._slots.inputs(sizes)
+            inputs.token_ids.copy_(torch.arange(sizes.num_tokens) % self._slots.limits.vocab_size)
+            longest = self._slots.limits.max_model_len
+            hidden = partial(self._run_hidden, sizes, sizes.num_tokens, longest)
+            repeated.probe(hidden, lambda: self._recorded.hidden[: sizes.num_tokens])
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:

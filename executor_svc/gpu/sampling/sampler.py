@@ -55,6 +55,11 @@ class SamplingMetadata:
     num_top: IntArray = field(default_factory=_no_rows)
     """Number of best tokens requested for each of logprob_rows."""
 
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """What decides which kernels sample."""
+        return self.edited, self.drawn, self.filtered, self.floored, self.counted
+
     @classmethod
     def greedy(cls) -> SamplingMetadata:
         """Return the requirements of slots that take their most likely tokens."""
@@ -105,11 +110,17 @@ class StepLogprobs:
     """R, of each round."""
     most: int
     """Padded number of best tokens of each row."""
+    is_kept: bool
+    """Whether they are at the addresses of all steps with so many rows and best tokens."""
 
     @classmethod
-    def empty(cls, num_rows: int, rounds: int, most: int, device: torch.device) -> StepLogprobs:
-        """Return buffers for these rounds of num_rows rows."""
-        return cls(DeviceLogprobs.empty(rounds * padded(num_rows), most, device), num_rows, most)
+    def within(cls, kept: Tensor, num_rows: int, rounds: int, most: int) -> StepLogprobs:
+        """Return buffers for these rounds of num_rows rows, in the memory `kept`, int32, if they fit."""
+        rows = rounds * padded(num_rows)
+        num_words = DeviceLogprobs.num_words(rows, most)
+        if num_words > len(kept):
+            return cls(DeviceLogprobs.empty(rows, most, kept.device), num_rows, most, is_kept=False)
+        return cls(DeviceLogprobs.over(kept[:num_words], rows, most), num_rows, most, is_kept=True)
 
     def of_round(self, round: int) -> DeviceLogprobs:
         """Return the rows of a round."""
@@ -159,7 +170,10 @@ class GpuSampler:
         self._errors = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
         self._num_logprobs = records[:, place("num_logprobs")]
         likely_rows = limits.max_num_seqs + padded(1) * (1 + limits.max_drafts)
-        self._download = Download(DeviceLogprobs.num_words(likely_rows, _LIKELY_TOP), device)
+        num_words = DeviceLogprobs.num_words(likely_rows, _LIKELY_TOP)
+        self._download = Download(num_words, device)
+        # The copy of a step's logprobs to the host is enqueued before the next step writes its own.
+        self._kept = torch.zeros(num_words, dtype=torch.int32, device=device)
 
     def rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Return the tensors that receive a step's tokens [R] int64 and errors [R] int32."""
@@ -187,7 +201,7 @@ class GpuSampler:
         if not len(metadata.logprob_rows):
             return None
         sizes, most = inputs.sizes, most_top(int(metadata.num_top.max()))
-        return StepLogprobs.empty(sizes.num_rows, 1 + sizes.num_drafts, most, self._tokens.device)
+        return StepLogprobs.within(self._kept, sizes.num_rows, 1 + sizes.num_drafts, most)
 
     def compute_logprobs(
         self, logits: Tensor, inputs: StepInputs, metadata: SamplingMetadata, out: DeviceLogprobs

@@ -49,10 +49,6 @@ class _Fixed:
     replayer: Replayer
 
 
-_EXACT_LENGTHS = 64
-"""Up to so many tokens of a sequence in a step, attention is launched for the number that there is."""
-
-
 class Ran(NamedTuple):
     """How a step was run, for a head that follows it."""
 
@@ -229,11 +225,10 @@ class GpuRunner:
 
     def _enqueue_hidden(self, sizes: StepSizes, max_query_len: int, max_seq_len: int, drafted: bool) -> None:
         """Enqueue what `_run_hidden` does; for launches that are repeated, lengths are rounded up."""
-        if self.repeated is not None and self.repeated.usable:
-            max_seq_len = next_power(max_seq_len, self._slots.limits.max_model_len)
-            if max_query_len > _EXACT_LENGTHS:
-                max_query_len = next_power(max_query_len, sizes.num_tokens)
         lengths = max_query_len, max_seq_len
+        if self.repeated is not None and self.repeated.usable:
+            most = sizes.num_tokens, self._slots.limits.max_model_len
+            lengths = next_power(max_query_len, most[0]), next_power(max_seq_len, most[1])
         part = "hidden", self._adapted is not None, sizes, lengths, drafted
         self.run_part(part, partial(self._run_hidden, sizes, *lengths, drafted))
 

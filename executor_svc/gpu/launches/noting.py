@@ -110,7 +110,7 @@ class Noting(TorchDispatchMode):
 
     def launches(self) -> NotedLaunches:
         """Return what was noted, if nothing was refused."""
-        assert self.refusal is None
+        assert self.refusal is None, self.refusal
         return NotedLaunches(self._calls, tuple(self._kept.values()))
 
     def refuse(self, what: str) -> None:

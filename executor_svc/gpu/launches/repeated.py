@@ -62,7 +62,7 @@ class RepeatedParts:
         expected: list[Tensor] = []
         for _ in range(3):  # as it is, noted, repeated
             result().fill_(float("nan"))
-            self.run(self, enqueue)
+            self.run(("probe", enqueue), enqueue)
             expected.append(result().clone())
         first, *others = (each.view(torch.uint8) for each in expected)
         if not all(torch.equal(first, each) for each in others):

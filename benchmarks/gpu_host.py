@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 
 from benchmarks.common.benchmark import Benchmark, positive, progress
@@ -81,9 +82,8 @@ def _stub(folder: Path) -> Path:
 def _checkpoint(folder: Path) -> Path:
     import torch
 
-    from tests.checkpoints import make_checkpoint
-
-    return make_checkpoint(
+    checkpoints = import_module("tests.checkpoints")  # by name: tests are not type checked
+    return checkpoints.make_checkpoint(  # type: ignore[no-any-return]
         folder / "model", "llama", vocab_size=500, dtype=torch.bfloat16, num_hidden_layers=32, hidden_size=256,
         intermediate_size=256, head_dim=64, num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=2048,
     )  # fmt: skip

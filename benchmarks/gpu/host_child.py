@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,13 @@ from executor_svc.gpu.launches.watched_launcher import watch_launches
 from executor_svc.gpu.linear import PlainLinear
 from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.startup import executors
-from tests.executor_svc.gpu import test_warm_up
-from tests.executor_svc.gpu.stubbed_start import LIBRARY, StubbedDriver
-from tests.helpers.executor.plans import ints, plan, scheduled, sequence
+
+# By name: tests are not type checked.
+_warm_up, _stubbed, _plans = (
+    import_module(f"tests.{name}")
+    for name in ("executor_svc.gpu.test_warm_up", "executor_svc.gpu.stubbed_start", "helpers.executor.plans")
+)
+ints, plan, scheduled, sequence = (getattr(_plans, name) for name in ("ints", "plan", "scheduled", "sequence"))
 
 _WARM = 30
 _PROMPT = 16
@@ -114,7 +119,7 @@ def _metrics(launched: list[float], settled: list[float], launches: float) -> di
     return {"host_us": sum(times), "launch_us": times[0], "settle_us": times[1], "launches": launches}
 
 
-def _multiply_nothing(linear: PlainLinear, x: Tensor, out: Tensor | None = None, _: torch.dtype | None = None) -> Tensor:
+def _multiply_nothing(linear: PlainLinear, x: Tensor, out: Tensor | None = None, _: object = None) -> Tensor:
     """Call PyTorch's product for one number, as the CPU would be long at the rest."""
     assert out is not None
     torch.mm(x[:1], linear.weight.t()[:, :1], out=_NUMBER)
@@ -122,20 +127,23 @@ def _multiply_nothing(linear: PlainLinear, x: Tensor, out: Tensor | None = None,
 
 
 def main(stub_folder: str, checkpoint: str, kind: str, num_seqs: int, num_prompt: int, graphs: int, count: int) -> None:
-    """Print the metrics of one case; the stub is found by the environment. graphs: whether steps with prompts have any."""
-    stub = ctypes.CDLL(str(Path(stub_folder, LIBRARY)), mode=ctypes.RTLD_GLOBAL)
-    driver.set_active(StubbedDriver())
+    """Print the metrics of one case; the stub is found by the environment.
+
+    graphs: 1 if steps with prompts have some, as of small models and few tokens.
+    """
+    stub = ctypes.CDLL(str(Path(stub_folder, _stubbed.LIBRARY)), mode=ctypes.RTLD_GLOBAL)
+    driver.set_active(_stubbed.StubbedDriver())
     watch_launches()
     with pytest.MonkeyPatch.context() as patch:
         # Tensors lie where they would lie for the interpreter.
         patch.setattr(executors, "is_interpreted", lambda: True)
         patch.setattr(gpu_device, "is_interpreted", lambda: True)
-        patch.setattr(test_warm_up, "CapturedReplayer", NoReplayer)
+        patch.setattr(_warm_up, "CapturedReplayer", NoReplayer)
         patch.setattr(PlainLinear, "__call__", _multiply_nothing)
         patch.setattr(gpu_runner, "are_watched", lambda _: True)
         if not graphs:
             patch.setattr(gpu_graphs, "_MAX_OPERATIONS", 0)
-        executor = test_warm_up.started(
+        executor = _warm_up.started(
             Path(checkpoint), patch, dtype="bfloat16", block_size=16, max_num_seqs=num_seqs + 2,
             max_num_batched_tokens=1024, max_model_len=16 * _BLOCKS, num_gpu_blocks=2 * _BLOCKS,
             num_cpu_blocks=4,

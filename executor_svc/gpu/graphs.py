@@ -98,9 +98,9 @@ def _repeated_tokens(most: int) -> list[int]:
     return found
 
 
-def row_sizes(max_rows: int) -> tuple[int, ...]:
+def row_sizes(max_rows: int) -> list[int]:
     """Return the numbers of rows of logits that such steps are padded to, ascending: those of decodes."""
-    return tuple(sizes_up_to(_DECODE_SEQS, max_rows))
+    return sizes_up_to(_DECODE_SEQS, max_rows)
 
 
 def next_power(number: int, most: int) -> int:

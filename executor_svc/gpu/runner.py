@@ -58,6 +58,7 @@ class Ran(NamedTuple):
     """Whether its hidden states were those of fixed sizes."""
     max_query_len: int
     max_seq_len: int
+    """Upper bounds, as its launches have them if it was not replayed."""
 
 
 class GpuRunner:
@@ -119,7 +120,7 @@ class GpuRunner:
         repeats = captures and not self._has_group and are_watched(device.torch_device)
         self.repeated = RepeatedParts() if repeats else None
         """Of steps that no graph holds; None: their launches are new each time."""
-        self._padded, self._rows = self._mixed, ()
+        self._padded, self._rows = self._mixed, list[int]()
         if self.repeated is not None:
             longest = self._mixed[-1].num_tokens if self._mixed else 0
             self._padded = [*self._mixed, *repeated_sizes(self._most.num_tokens, self._most.num_seqs, longest)]
@@ -168,7 +169,7 @@ class GpuRunner:
             return smallest_fitting(self._current.decodes, sizes) or sizes
         if num_tokens == num_seqs:
             return sizes
-        repeats = self.repeated is not None and self.repeated.usable
+        repeats = self._repeats
         found = smallest_fitting(self._padded if repeats else self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
         if found is None:
             return sizes
@@ -176,6 +177,10 @@ class GpuRunner:
         if repeats and not num_drafts:
             num_logits, num_rows = self._padded_rows(num_logits), self._padded_rows(num_rows)
         return replace(found, num_logits=num_logits, num_rows=num_rows, num_drafts=num_drafts)
+
+    @property
+    def _repeats(self) -> bool:
+        return self.repeated is not None and self.repeated.usable
 
     def _padded_rows(self, num_rows: int) -> int:
         place = bisect_left(self._rows, num_rows)
@@ -198,7 +203,7 @@ class GpuRunner:
         one_each = self._slots.stage(scheduled, sizes, most_drafts)
         if make_drafts is not None:
             make_drafts()
-        hidden, replayed = sizes, True
+        hidden, replayed, lengths = sizes, True, (int(scheduled.num_tokens.max()), max_seq_len)
         if sizes in self._current.whole:
             self._current.replayer.replay(sizes)
         else:
@@ -209,11 +214,13 @@ class GpuRunner:
             if replayed:
                 self._current.replayer.replay(hidden)
             else:
+                lengths = self._lengths(hidden, *lengths)
                 drafted = sizes.num_drafts > 0 and is_decode(scheduled)
-                self._enqueue_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len, drafted)
+                part = "hidden", self._adapted is not None, hidden, lengths, drafted
+                self.run_part(part, partial(self._run_hidden, hidden, *lengths, drafted))
             self.run_part(("logits", self._adapted is not None, sizes.num_logits), partial(self._run_logits, sizes))
         if self.states is not None:
-            self.ran = Ran(hidden, replayed, int(scheduled.num_tokens.max()), max_seq_len)
+            self.ran = Ran(hidden, replayed, *lengths)
         return self.results(sizes)
 
     def run_part(self, part: Hashable, enqueue: Callable[[], object]) -> None:
@@ -223,14 +230,14 @@ class GpuRunner:
         else:
             self.repeated.run(part, enqueue)
 
-    def _enqueue_hidden(self, sizes: StepSizes, max_query_len: int, max_seq_len: int, drafted: bool) -> None:
-        """Enqueue what `_run_hidden` does; for launches that are repeated, lengths are rounded up."""
-        lengths = max_query_len, max_seq_len
-        if self.repeated is not None and self.repeated.usable:
-            most = sizes.num_tokens, self._slots.limits.max_model_len
-            lengths = next_power(max_query_len, most[0]), next_power(max_seq_len, most[1])
-        part = "hidden", self._adapted is not None, sizes, lengths, drafted
-        self.run_part(part, partial(self._run_hidden, sizes, *lengths, drafted))
+    def _lengths(self, sizes: StepSizes, max_query_len: int, max_seq_len: int) -> tuple[int, int]:
+        """Return upper bounds of a step's lengths: few different ones if launches are repeated."""
+        longest = self.longest(max_seq_len)
+        return next_power(max_query_len, sizes.num_tokens) if self._repeats else max_query_len, longest
+
+    def longest(self, max_seq_len: int) -> int:
+        """Return an upper bound of sequences of at most max_seq_len tokens, as launches have it."""
+        return next_power(max_seq_len, self._slots.limits.max_model_len) if self._repeats else max_seq_len
 
     @torch.inference_mode()
     def _probe(self, repeated: RepeatedParts) -> None:

@@ -31,8 +31,8 @@ def tell_of_launches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InterpretedFunction, "run", told)
 
 
-def repeat_launches(patch: pytest.MonkeyPatch) -> list[int]:
-    """Let executors repeat launches of all steps with prompts; returns the launches of each part that is repeated."""
+def count_repeats(patch: pytest.MonkeyPatch) -> list[int]:
+    """Return the number of launches of each part that is repeated from now on."""
     found: list[int] = []
     launch = NotedLaunches.launch
 
@@ -40,9 +40,14 @@ def repeat_launches(patch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(self))
         launch(self)
 
-    tell_of_launches(patch)
     patch.setattr(NotedLaunches, "launch", counted)
+    return found
+
+
+def repeat_launches(patch: pytest.MonkeyPatch) -> list[int]:
+    """Let executors repeat launches of all steps with prompts; returns what `count_repeats` does."""
+    tell_of_launches(patch)
     patch.setattr(gpu_runner, "are_watched", lambda _: True)
     patch.setattr(gpu_runner, "RepeatedParts", partial(RepeatedParts, stream=lambda: 0))
     patch.setattr(gpu_runner, "mixed_sizes", lambda *_: [])
-    return found
+    return count_repeats(patch)

@@ -6,16 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cadenza_common.plan.result import StepResult
 from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.gpu.launches.repeated import RepeatedParts
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
+from tests.executor_svc.gpu.drafted_steps import outputs
 from tests.executor_svc.gpu.repeating import repeat_launches
+from tests.executor_svc.gpu.test_adapters import SIZES, Run, mixed, save_adapters
+from tests.executor_svc.gpu.test_heads import on_both
 from tests.executor_svc.gpu.test_sampling_steps import assert_same
 from tests.helpers.executor.plans import ints, scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
+from tests.helpers.marks import short_and_long
+from tests.helpers.models.mtp_heads import ReferenceMtp, make_mimo
 
 pytestmark = pytest.mark.slow
 DRAWN = SequenceSampling(
@@ -60,7 +67,7 @@ def rounds_of_steps(stepper: Stepper, count: int) -> Iterator[list[StepResult]]:
         ]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", short_and_long(SHAPES, ["qwen3_5_delta"]))
 def test_repeated_steps_give_what_new_ones_give(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made(name, tmp_path)
     expected = list(rounds_of_steps(Stepper(Model(folder, device="cuda", enforce_eager=True), num_slots=3), 3))
@@ -75,3 +82,56 @@ def test_repeated_steps_give_what_new_ones_give(name: str, tmp_path: Path, monke
     # Of the last round the hidden states, logits and rounds of three steps with prompts, and the rounds of others.
     assert counts[-1] - counts[-2] >= 9
     assert repeated.count(tried_at_start) > 3
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the parts whose launches are repeated, as they will be."""
+    found: set[str] = set()
+    run = RepeatedParts.run
+
+    def noted(self: RepeatedParts, part: Any, enqueue: Any) -> None:
+        if self._parts.get((part, 0)) is not None:
+            found.add(part[0])
+        run(self, part, enqueue)
+
+    monkeypatch.setattr(RepeatedParts, "run", noted)
+    return found
+
+
+def test_repeated_steps_have_the_adapters_of_their_slots(
+    parts: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the same on one executor; between them slots of other adapters."""
+    folder = made("llama", tmp_path)
+    adapters = save_adapters(folder, tmp_path / "adapters")
+    expected = Run(Model(folder, SIZES, device="cuda", enforce_eager=True), adapters)
+    mixed(expected)
+    repeat_launches(monkeypatch)
+    run = Run(Model(folder, SIZES, device="cuda"), adapters)
+    for index in range(3):
+        if index:
+            run.step(released_slots=ints(0, 2, 3, 4))
+        mixed(run)
+        assert run.tokens == expected.tokens
+        for slot, rows in expected.logprobs.items():
+            np.testing.assert_allclose(run.logprobs[slot], rows, atol=1e-4)
+    assert parts == {"probe", "hidden", "logits", "rounds"}
+
+
+@pytest.mark.long
+def test_repeated_rows_and_passes_of_a_head_give_the_same_drafts(
+    parts: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_mimo(tmp_path, predicts=True, num_hidden_layers=1)
+
+    def reference() -> ReferenceMtp:
+        return ReferenceMtp(tmp_path)
+
+    expected = outputs(on_both(tmp_path, None, reference, num_cpu_blocks=8, enforce_eager=True).stepper(), 3)
+    repeat_launches(monkeypatch)
+    found = outputs(on_both(tmp_path, None, reference, num_cpu_blocks=8).stepper(), 3)
+    assert found.tokens == expected.tokens
+    assert (found.num_drafts, found.num_accepted) == (expected.num_drafts, expected.num_accepted)
+    assert found.num_accepted > 3
+    assert {"hidden", "head", "passes", "rounds"} <= parts

@@ -1,7 +1,7 @@
 """What does a GPU executor's host do for a step? On a stub of CUDA's driver, for a model of 32 narrow layers.
 
-Triton launches what it has compiled for an H200 by its own launcher; nothing is computed, and a graph's replay is left
-out. All cases are decodes by graphs. `edited` has all sampling features, `features` logprobs too: launched one by one.
+Triton launches what it has compiled for an H200 by its own launcher; nothing is computed, a graph's replay is left out,
+and of a product PyTorch's call for one number is left. `edited` has all sampling features, `features` logprobs too.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from executor_svc.gpu.graphs import (
     row_sizes,
     smallest_fitting,
 )
+from executor_svc.gpu.kernels.attention.config import DRAFTS_ROWS
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.kernels.states.plan import GpuStatePlan
@@ -47,6 +48,10 @@ class _Fixed:
     whole: frozenset[StepSizes]
     """Decodes, and decodes with drafts."""
     replayer: Replayer
+
+
+_SHORT = 1024
+"""Sequences of up to so many tokens are launched alike in steps with prompts: all KV heads at once."""
 
 
 class Ran(NamedTuple):
@@ -203,7 +208,7 @@ class GpuRunner:
         one_each = self._slots.stage(scheduled, sizes, most_drafts)
         if make_drafts is not None:
             make_drafts()
-        hidden, replayed, lengths = sizes, True, (int(scheduled.num_tokens.max()), max_seq_len)
+        hidden, replayed, lengths = sizes, True, (1 + sizes.num_drafts, max_seq_len)
         if sizes in self._current.whole:
             self._current.replayer.replay(sizes)
         else:
@@ -214,7 +219,7 @@ class GpuRunner:
             if replayed:
                 self._current.replayer.replay(hidden)
             else:
-                lengths = self._lengths(hidden, *lengths)
+                lengths = self._lengths(hidden, int(scheduled.num_tokens.max()), max_seq_len)
                 drafted = sizes.num_drafts > 0 and is_decode(scheduled)
                 part = "hidden", self._adapted is not None, hidden, lengths, drafted
                 self.run_part(part, partial(self._run_hidden, hidden, *lengths, drafted))
@@ -232,8 +237,11 @@ class GpuRunner:
 
     def _lengths(self, sizes: StepSizes, max_query_len: int, max_seq_len: int) -> tuple[int, int]:
         """Return upper bounds of a step's lengths: few different ones if launches are repeated."""
-        longest = self.longest(max_seq_len)
-        return next_power(max_query_len, sizes.num_tokens) if self._repeats else max_query_len, longest
+        if not self._repeats:
+            return max_query_len, max_seq_len
+        if max_query_len > DRAFTS_ROWS:  # no tile for few tokens holds them
+            return sizes.num_tokens, self.longest(max(max_seq_len, _SHORT))
+        return next_power(max_query_len, sizes.num_tokens), self.longest(max_seq_len)
 
     def longest(self, max_seq_len: int) -> int:
         """Return an upper bound of sequences of at most max_seq_len tokens, as launches have it."""

@@ -7,6 +7,7 @@ same arguments and addresses each time: the part must depend on nothing else, an
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -33,19 +34,19 @@ _BINDINGS: dict[object, Callable[..., Any]] = {
     torch.ops.aten.addmm.out: torch.addmm,
 }
 """The same operations by PyTorch's own bindings, which take half of the time."""
-_noting: list[Noting] = []
-"""The one that notes now, if any."""
+_threads = threading.local()
+"""`noting`: what notes now, of each thread that has ever noted."""
 
 
 def noting_now() -> Noting | None:
-    """Return what notes the launches of this moment; None: nothing does."""
-    return _noting[0] if _noting else None
+    """Return what notes this thread's launches at this moment; None: nothing does."""
+    return getattr(_threads, "noting", None)
 
 
 def begin_operation() -> None:
     """Say that what follows needs nothing that the operation before it has allocated."""
-    if _noting:
-        _noting[0].scratch.restart()
+    if (noting := noting_now()) is not None:
+        noting.scratch.restart()
 
 
 class Scratch:
@@ -100,8 +101,8 @@ class Noting(TorchDispatchMode):
         self._num_launched = self._num_told = 0
 
     def __enter__(self) -> Self:
-        assert not _noting, "one part is noted at a time"
-        _noting.append(self)
+        assert noting_now() is None, "a thread notes one part at a time"
+        _threads.noting = self
         knobs.runtime.launch_enter_hook.add(self._count)
         super().__enter__()
         return self
@@ -111,7 +112,7 @@ class Noting(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)
         knobs.runtime.launch_enter_hook.remove(self._count)
-        _noting.clear()
+        _threads.noting = None
         if self._num_told != self._num_launched:
             self.refuse("a kernel that was loaded before launches were watched")
 
@@ -144,7 +145,7 @@ class Noting(TorchDispatchMode):
         return False  # Nothing is compiled here: to keep Dynamo out takes as long as all else of a call.
 
     def _count(self, _: object) -> None:
-        self._num_launched += 1
+        self._num_launched += noting_now() is self  # and not a launch of another thread
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

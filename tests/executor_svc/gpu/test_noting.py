@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -127,3 +128,22 @@ def test_operations_have_the_same_scratch_one_after_the_other(monkeypatch: pytes
     rows[-1].zero_()
     launches.launch()
     assert torch.equal(rows[-1], expected)
+
+
+def test_launches_of_other_threads_are_not_noted() -> None:
+    x = torch.zeros(1)
+
+    def elsewhere() -> None:
+        assert noting_now() is None
+        knobs.runtime.launch_enter_hook(None)
+        x.add_(1)
+
+    def enqueue() -> None:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        x.add_(1)
+
+    launches = noted(enqueue).launches()
+    assert x.item() == 2
+    assert len(launches) == 1

@@ -25,7 +25,7 @@ from executor_svc.gpu import device as gpu_device
 from executor_svc.gpu import graphs as gpu_graphs
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.graphs import DirectReplayer
-from executor_svc.gpu.launches.watched_launcher import watch_launches
+from executor_svc.gpu.launches.watching import watch_launches
 from executor_svc.gpu.linear import PlainLinear
 from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.startup import executors

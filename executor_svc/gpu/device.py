@@ -21,7 +21,7 @@ from executor_svc.gpu.exact.linear import ExactLinear
 from executor_svc.gpu.exact.products import ExactProducts
 from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
-from executor_svc.gpu.launches.watched_launcher import watch_launches
+from executor_svc.gpu.launches.watching import watch_launches
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
 from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.gpu.stored_linear import FewBitsEmbedding, GpuStoredLinear, has_kernel

@@ -32,7 +32,7 @@ from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.kernels.states.plan import GpuStatePlan
 from executor_svc.gpu.launches.repeated import RepeatedParts
-from executor_svc.gpu.launches.watched_launcher import are_watched
+from executor_svc.gpu.launches.watching import are_watched
 from executor_svc.gpu.slots.device_slots import DeviceSlots, is_decode
 from executor_svc.gpu.slots.slot_adapters import StepAdapters
 from executor_svc.models.loading import LoadedModel

@@ -1,4 +1,4 @@
-"""Triton's launcher, which tells `noting` of each launch in the form in which it can be repeated."""
+"""Triton's launcher, of version 3.6, which tells `noting` of each launch in the form in which it can be repeated."""
 
 from __future__ import annotations
 
@@ -10,23 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
-from triton.runtime import driver
 
 from executor_svc.gpu.launches.noting import Call, noting_now
 
 _NO_HOOKS = None, None, None
 """In the places of what a launch tells hooks, of the hook before it, and of the hook after it."""
-
-
-def watch_launches() -> None:
-    """Let the launches of kernels that are loaded from now on be noted."""
-    if driver.active.launcher_cls is CudaLauncher:
-        driver.active.launcher_cls = WatchedLauncher
-
-
-def are_watched(device: torch.device) -> bool:
-    """Return whether launches on this device can be noted."""
-    return device.type == "cuda" and driver.active.launcher_cls is WatchedLauncher
 
 
 def _together(*args: Any) -> tuple[Any, ...]:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
 
 from executor_svc.gpu.kernels.gpu_kernels import GpuRecording
-from executor_svc.gpu.launches.noting import Noting, Scratch, noting_now
+from executor_svc.gpu.launches import watching
+from executor_svc.gpu.launches.noting import NotedLaunches, Noting, Scratch, noting_now
 from executor_svc.gpu.launches.repeated import RepeatedParts
 from executor_svc.gpu.linear import Fp8Linear
 from tests.executor_svc.gpu.repeating import tell_of_launches
@@ -107,6 +109,33 @@ def test_the_start_finds_repeats_that_differ(caplog: pytest.LogCaptureFixture) -
     parts.probe(differs, lambda: out)
     assert not parts.usable
     assert "other results" in caplog.text
+
+
+def test_the_start_goes_on_where_a_repeat_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: NotedLaunches) -> None:
+        raise TypeError("an argument is missing")
+
+    monkeypatch.setattr(NotedLaunches, "launch", fails)
+    parts, out = RepeatedParts(stream=lambda: 0), torch.zeros(2)
+    parts.probe(lambda: out.fill_(3), lambda: out)
+    assert not parts.usable
+    parts.run("part", lambda: out.fill_(4))
+    assert out.tolist() == [4, 4]
+
+
+def test_launches_of_an_unknown_triton_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        launcher_cls = CudaLauncher
+
+    monkeypatch.setattr(type(watching.driver), "active", Driver)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(watching.triton, "__version__", "3.7.0")
+    watching.watch_launches()
+    assert not watching.are_watched(gpu)
+    monkeypatch.setattr(watching.triton, "__version__", "3.6.1")
+    watching.watch_launches()
+    assert watching.are_watched(gpu)
+    assert not watching.are_watched(torch.device("cpu"))
 
 
 def test_operations_have_the_same_scratch_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,12 +104,7 @@ class GpuRunner:
         self.ran: Ran | None = None
         """How the last step was run; None before the first, and without state_layers."""
         self._plans = [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
-        for plan in self._plans:
-            plan.read_from(slots.buffers)
-        self._recurrent, self._pool = None, kv_cache.pool
-        if isinstance(self._recorded.state_plan, GpuStatePlan):
-            self._recurrent = self._recorded.state_plan
-            self._recurrent.read_from(slots.buffers, slots.state, slots.states.tables, slots.states.saves)
+        self._recurrent, self._pool = self._read_steps(), kv_cache.pool
         self._step_adapters = None if loaded.adapters is None else StepAdapters(slots, self._recorded)
         decodes, adapted, self._mixed = [], [], []
         self.drafted: list[StepSizes] = []
@@ -122,14 +117,9 @@ class GpuRunner:
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, num_read)
         self.replayed = list(dict.fromkeys((*decodes, *adapted, *self.drafted, *self._mixed)))
         """All sizes of steps, or of their hidden states, that have a graph."""
-        repeats = captures and not self._has_group and are_watched(device.torch_device)
-        self.repeated = RepeatedParts() if repeats else None
+        self.repeated: RepeatedParts | None = None
         """Of steps that no graph holds; None: their launches are new each time."""
         self._padded, self._rows = self._mixed, list[int]()
-        if self.repeated is not None:
-            longest = self._mixed[-1].num_tokens if self._mixed else 0
-            self._padded = [*self._mixed, *repeated_sizes(self._most.num_tokens, self._most.num_seqs, longest)]
-            self._rows = row_sizes(most)
         self._hidden = frozenset(self._mixed)
         """Replayed sizes of the computation of hidden states from existing inputs."""
         self.decodes = sorted({*decodes, *adapted}, key=lambda sizes: sizes.num_seqs)
@@ -139,8 +129,18 @@ class GpuRunner:
         if self._step_adapters is not None:
             self._with = self._fixed(adapted, adapted=True)
         self.use_adapters(False)
-        if self.repeated is not None:
-            self._probe(self.repeated)
+        if captures and not self._has_group and are_watched(device.torch_device):
+            self._repeat_others()
+
+    def _read_steps(self) -> GpuStatePlan | None:
+        """Let the plans read steps from the tensors of the slots; returns that of recurrent layers, if there are any."""
+        slots, recurrent = self._slots, self._recorded.state_plan
+        for plan in self._plans:
+            plan.read_from(slots.buffers)
+        if not isinstance(recurrent, GpuStatePlan):
+            return None
+        recurrent.read_from(slots.buffers, slots.state, slots.states.tables, slots.states.saves)
+        return recurrent
 
     def use_adapters(self, used: bool) -> None:
         """Say whether the next step has adapters: those of its slots' places."""
@@ -248,15 +248,18 @@ class GpuRunner:
         return next_power(max_seq_len, self._slots.limits.max_model_len) if self._repeats else max_seq_len
 
     @torch.inference_mode()
-    def _probe(self, repeated: RepeatedParts) -> None:
-        """Try repeated launches of hidden states, in a step whose sequences are padding."""
-        if self._padded[len(self._mixed) :]:
-            sizes = self._padded[len(self._mixed)]
+    def _repeat_others(self) -> None:
+        """Let steps without graphs repeat their launches; try it in one of them whose sequences are padding."""
+        self.repeated = RepeatedParts()
+        most, limits = self._most, self._slots.limits
+        longest = self._mixed[-1].num_tokens if self._mixed else 0
+        others = repeated_sizes(most.num_tokens, most.num_seqs, longest)
+        self._padded, self._rows = [*self._mixed, *others], row_sizes(min(limits.max_num_seqs, most.num_tokens))
+        for sizes in others[:1]:
             inputs = self._slots.inputs(sizes)
-            inputs.token_ids.copy_(torch.arange(sizes.num_tokens) % self._slots.limits.vocab_size)
-            longest = self._slots.limits.max_model_len
-            hidden = partial(self._run_hidden, sizes, sizes.num_tokens, longest)
-            repeated.probe(hidden, lambda: self._recorded.hidden[: sizes.num_tokens])
+            inputs.token_ids.copy_(torch.arange(sizes.num_tokens) % limits.vocab_size)
+            hidden = partial(self._run_hidden, sizes, sizes.num_tokens, limits.max_model_len)
+            self.repeated.probe(hidden, lambda count=sizes.num_tokens: self._recorded.hidden[:count])
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class GpuRunner:
             self._repeat_others()
 
     def _read_steps(self) -> GpuStatePlan | None:
-        """Let the plans read steps from the tensors of the slots; returns that of recurrent layers, if there are any."""
+        """Let the plans read steps from the tensors of the slots; returns that of recurrent layers, if any."""
         slots, recurrent = self._slots, self._recorded.state_plan
         for plan in self._plans:
             plan.read_from(slots.buffers)
@@ -259,7 +259,7 @@ class GpuRunner:
             inputs = self._slots.inputs(sizes)
             inputs.token_ids.copy_(torch.arange(sizes.num_tokens) % limits.vocab_size)
             hidden = partial(self._run_hidden, sizes, sizes.num_tokens, limits.max_model_len)
-            self.repeated.probe(hidden, lambda count=sizes.num_tokens: self._recorded.hidden[:count])
+            self.repeated.probe(hidden, self._recorded.hidden[: sizes.num_tokens])
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:

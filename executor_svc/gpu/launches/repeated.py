@@ -54,16 +54,16 @@ class RepeatedParts:
                 self._parts.popitem(last=False)
             enqueue()
 
-    def probe(self, enqueue: Callable[[], object], result: Callable[[], Tensor]) -> None:
+    def probe(self, enqueue: Callable[[], object], result: Tensor) -> None:
         """Compare what a part gives with what its repeated launches give, to the bit; else none are repeated.
 
-        result: returns the tensor that the part writes whole. Raises what the part does when it runs as it is.
+        result: what the part writes whole. Raises what the part does when it runs as it is.
         """
 
         def found() -> Tensor:
-            result().fill_(float("nan"))
+            result.fill_(float("nan"))
             self.run(("probe", enqueue), enqueue)
-            return result().view(torch.uint8).clone()
+            return result.view(torch.uint8).clone()
 
         as_it_is = found()
         try:

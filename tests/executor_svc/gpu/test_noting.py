@@ -104,9 +104,9 @@ def test_the_start_finds_repeats_that_differ(caplog: pytest.LogCaptureFixture) -
         out.fill_(len(calls))
 
     parts = RepeatedParts(stream=lambda: 0)
-    parts.probe(lambda: out.fill_(3), lambda: out)
+    parts.probe(lambda: out.fill_(3), out)
     assert parts.usable
-    parts.probe(differs, lambda: out)
+    parts.probe(differs, out)
     assert not parts.usable
     assert "other results" in caplog.text
 
@@ -117,7 +117,7 @@ def test_the_start_goes_on_where_a_repeat_fails(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(NotedLaunches, "launch", fails)
     parts, out = RepeatedParts(stream=lambda: 0), torch.zeros(2)
-    parts.probe(lambda: out.fill_(3), lambda: out)
+    parts.probe(lambda: out.fill_(3), out)
     assert not parts.usable
     parts.run("part", lambda: out.fill_(4))
     assert out.tolist() == [4, 4]

@@ -1,7 +1,7 @@
 """What does a GPU executor's host do for a step? On a stub of CUDA's driver, for a model of 32 narrow layers.
 
-Triton launches what it has compiled for an H200 by its own launcher; nothing is computed, and a graph's replay is left
-out. All cases are decodes by graphs. `edited` has all sampling features, `features` logprobs too: launched one by one.
+Triton launches what it has compiled for an H200 by its own launcher; nothing is computed, a graph's replay is left out,
+and of a product PyTorch's call for one number is left. `edited` has all sampling features, `features` logprobs too.
 """
 
 from __future__ import annotations
@@ -14,18 +14,40 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 
 from benchmarks.common.benchmark import Benchmark, positive, progress
 from benchmarks.common.rows import ROOT, BenchmarkError, OtherLoad, Row, make_row
 
 NAME = "gpu_host"
+
+
+@dataclass(frozen=True)
+class Case:
+    """The steps of a case."""
+
+    kind: str
+    """greedy, edited or features."""
+    sequences: int
+    """That decode in each step."""
+    prompt: int = 0
+    """Tokens of a prompt beside them, a new one in each step."""
+    graphs: bool = False
+    """Whether there are graphs of steps with prompts, as of small models and few tokens."""
+
+
 CASES = {
-    "greedy-1": ("greedy", 1),
-    "greedy-64": ("greedy", 64),
-    "greedy-256": ("greedy", 256),
-    "edited-64": ("edited", 64),
-    "features-64": ("features", 64),
+    "greedy-1": Case("greedy", 1),
+    "greedy-64": Case("greedy", 64),
+    "greedy-256": Case("greedy", 256),
+    "edited-64": Case("edited", 64),
+    "features-64": Case("features", 64),
+    "mixed-64": Case("greedy", 64, 256),
+    "mixed-64-graphs": Case("greedy", 64, 256, graphs=True),
+    "mixed-64-features": Case("features", 64, 256),
+    "prompt-512": Case("greedy", 0, 512),
 }
 _CACHE = Path.home() / ".cache" / "cadenza-gpu-host"
 
@@ -34,11 +56,11 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="cadenza-host-") as place:
         stub, model = _stub(Path(place)), _checkpoint(Path(place))
         for case in options.cases:
-            kind, num_seqs = CASES[case]
+            steps = CASES[case]
             with OtherLoad() as other:
                 progress(f"{NAME}: {case}")
-                repeats = [_child(stub, model, kind, num_seqs, options.steps) for _ in range(options.repeats)]
-            params = {"case": case, "kind": kind, "sequences": num_seqs, "steps": options.steps, "layers": 32}
+                repeats = [_child(stub, model, steps, options.steps) for _ in range(options.repeats)]
+            params = {"case": case, **asdict(steps), "steps": options.steps, "layers": 32}
             yield make_row(NAME, seed=options.seed, params=params, repeats=repeats, other_cores=[other.cores])
 
 
@@ -60,25 +82,23 @@ def _stub(folder: Path) -> Path:
 def _checkpoint(folder: Path) -> Path:
     import torch
 
-    from tests.checkpoints import make_checkpoint
-
-    return make_checkpoint(
+    checkpoints = import_module("tests.checkpoints")  # by name: tests are not type checked
+    return checkpoints.make_checkpoint(  # type: ignore[no-any-return]
         folder / "model", "llama", vocab_size=500, dtype=torch.bfloat16, num_hidden_layers=32, hidden_size=256,
         intermediate_size=256, head_dim=64, num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=2048,
     )  # fmt: skip
 
 
-def _child(stub: Path, model: Path, kind: str, num_seqs: int, steps: int) -> dict[str, float]:
+def _child(stub: Path, model: Path, case: Case, steps: int) -> dict[str, float]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")} | {
         "TRITON_LIBCUDA_PATH": str(stub), "TRITON_CACHE_DIR": str(_CACHE),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
     }  # fmt: skip
-    command = [sys.executable, "-m", "benchmarks.gpu.host_child", str(stub), str(model), kind]
-    ended = subprocess.run(
-        [*command, str(num_seqs), str(steps)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "benchmarks.gpu.host_child", str(stub), str(model), case.kind]
+    command += map(str, (case.sequences, case.prompt, int(case.graphs), steps))
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise BenchmarkError(f"{kind} with {num_seqs} sequences: {ended.stderr[-2000:]}")
+        raise BenchmarkError(f"{case}: {ended.stderr[-2000:]}")
     found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
@@ -86,7 +106,7 @@ def _child(stub: Path, model: Path, kind: str, num_seqs: int, steps: int) -> dic
 def _describe(row: Row) -> str:
     found = row.medians
     return (
-        f"{row.params['case']:12} {found['host_us']:7.0f} us a step ({found['launch_us']:.0f} to launch, "
+        f"{row.params['case']:17} {found['host_us']:7.0f} us a step ({found['launch_us']:.0f} to launch, "
         f"{found['settle_us']:.0f} to settle), {found['launches']:.0f} launches of kernels"
     )
 

@@ -11,25 +11,37 @@ import json
 import statistics
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from triton.runtime import driver
 
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu import device as gpu_device
+from executor_svc.gpu import graphs as gpu_graphs
+from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.graphs import DirectReplayer
+from executor_svc.gpu.launches.watching import watch_launches
+from executor_svc.gpu.linear import PlainLinear
 from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.startup import executors
-from tests.executor_svc.gpu import test_warm_up
-from tests.executor_svc.gpu.stubbed_start import LIBRARY, StubbedDriver
-from tests.helpers.executor.plans import plan, scheduled, sequence
+
+# By name: tests are not type checked.
+_warm_up, _stubbed, _plans = (
+    import_module(f"tests.{name}")
+    for name in ("executor_svc.gpu.test_warm_up", "executor_svc.gpu.stubbed_start", "helpers.executor.plans")
+)
+ints, plan, scheduled, sequence = (getattr(_plans, name) for name in ("ints", "plan", "scheduled", "sequence"))
 
 _WARM = 30
 _PROMPT = 16
 _BLOCKS = 40
 """Of each sequence: the same ones, as nothing is computed."""
+_NUMBER = torch.zeros(1, 1, dtype=torch.bfloat16)
 _FEATURES: dict[str, Any] = {
     "temperature": 0.9, "top_p": 0.8, "top_k": 50, "min_p": 0.01, "frequency_penalty": 0.5, "presence_penalty": 0.1,
     "repetition_penalty": 1.1, "num_logprobs": 5, "min_tokens": 5,
@@ -51,8 +63,10 @@ class NoReplayer(DirectReplayer):
 class Steps:
     """An executor whose steps are timed."""
 
-    def __init__(self, executor: GpuStepExecutor, stub: Any, num_seqs: int, kind: str) -> None:
+    def __init__(self, executor: GpuStepExecutor, stub: Any, num_seqs: int, kind: str, num_prompt: int) -> None:
+        """num_prompt: tokens of a prompt in each step, beside the decodes of num_seqs sequences; 0: there is none."""
         self._executor, self._stub, self._num_seqs, self._step_id = executor, stub, num_seqs, 0
+        self._num_prompt, self._had_prompt = num_prompt, False
         parameters = {} if kind == "greedy" else dict(_FEATURES)
         if kind == "edited":
             del parameters["num_logprobs"]
@@ -70,15 +84,26 @@ class Steps:
     def _run(self, **fields: Any) -> None:
         self._launch(**fields).result()
 
-    def decodes(self, count: int) -> dict[str, float]:
-        """Medians of so many decodes of all sequences, each launched before the one ahead of it is settled."""
+    def _fields(self) -> dict[str, Any]:
+        """Return a plan of decodes of all sequences, and of a prompt in a slot of its own."""
+        if not self._num_prompt:
+            return {"decode_ready": True}
+        slot, count = self._num_seqs, self._num_prompt
+        released, self._had_prompt = ints(slot) if self._had_prompt else ints(), True
+        prompt = sequence(slot, [5] * count, list(range(_BLOCKS)))
+        work = scheduled((slot, count, True))
+        return {"released_slots": released, "admitted": (prompt,), "scheduled": work, "decode_ready": True}
+
+    def timed(self, count: int) -> dict[str, float]:
+        """Medians of so many steps, each launched before the one ahead of it is settled."""
         for _ in range(_WARM):
-            self._run(decode_ready=True)
-        launched, settled, before = list[float](), list[float](), self._launch(decode_ready=True)
+            self._run(**self._fields())
+        launched, settled, before = list[float](), list[float](), self._launch(**self._fields())
         first = self._stub.stub_launches()
         for _ in range(count):
+            fields = self._fields()
             began = time.perf_counter()
-            step = self._launch(decode_ready=True)
+            step = self._launch(**fields)
             middle = time.perf_counter()
             before.result()
             settled.append(time.perf_counter() - middle)
@@ -94,21 +119,36 @@ def _metrics(launched: list[float], settled: list[float], launches: float) -> di
     return {"host_us": sum(times), "launch_us": times[0], "settle_us": times[1], "launches": launches}
 
 
-def main(stub_folder: str, checkpoint: str, kind: str, num_seqs: int, count: int) -> None:
-    """Print the metrics of one case; the stub is found by the environment."""
-    stub = ctypes.CDLL(str(Path(stub_folder, LIBRARY)), mode=ctypes.RTLD_GLOBAL)
-    driver.set_active(StubbedDriver())
+def _multiply_nothing(linear: PlainLinear, x: Tensor, out: Tensor | None = None, _: object = None) -> Tensor:
+    """Call PyTorch's product for one number, as the CPU would be long at the rest."""
+    assert out is not None
+    torch.mm(x[:1], linear.weight.t()[:, :1], out=_NUMBER)
+    return out
+
+
+def main(stub_folder: str, checkpoint: str, kind: str, num_seqs: int, num_prompt: int, graphs: int, count: int) -> None:
+    """Print the metrics of one case; the stub is found by the environment.
+
+    graphs: 1 if steps with prompts have some, as of small models and few tokens.
+    """
+    stub = ctypes.CDLL(str(Path(stub_folder, _stubbed.LIBRARY)), mode=ctypes.RTLD_GLOBAL)
+    driver.set_active(_stubbed.StubbedDriver())
+    watch_launches()
     with pytest.MonkeyPatch.context() as patch:
         # Tensors lie where they would lie for the interpreter.
         patch.setattr(executors, "is_interpreted", lambda: True)
         patch.setattr(gpu_device, "is_interpreted", lambda: True)
-        patch.setattr(test_warm_up, "CapturedReplayer", NoReplayer)
-        executor = test_warm_up.started(
+        patch.setattr(_warm_up, "CapturedReplayer", NoReplayer)
+        patch.setattr(PlainLinear, "__call__", _multiply_nothing)
+        patch.setattr(gpu_runner, "are_watched", lambda _: True)
+        if not graphs:
+            patch.setattr(gpu_graphs, "_MAX_OPERATIONS", 0)
+        executor = _warm_up.started(
             Path(checkpoint), patch, dtype="bfloat16", block_size=16, max_num_seqs=num_seqs + 2,
             max_num_batched_tokens=1024, max_model_len=16 * _BLOCKS, num_gpu_blocks=2 * _BLOCKS,
             num_cpu_blocks=4,
         )  # fmt: skip
-        found = Steps(executor, stub, num_seqs, kind).decodes(count)
+        found = Steps(executor, stub, num_seqs, kind, num_prompt).timed(count)
     print(json.dumps(found))
 
 

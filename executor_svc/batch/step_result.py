@@ -15,6 +15,7 @@ from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray, column, fl
 
 _NONE: Sequence[int] = array("q")
 """A column of a result that has no entries."""
+_FIRST = np.zeros(1, np.int64)
 NOT_ACCEPTED = -1
 """In place of an error: the row stands behind a draft that was not accepted, and gives no token."""
 LATE = -2
@@ -214,7 +215,7 @@ def _logprobs(computed: Computed, slots: IntArray) -> dict[int, LogprobColumns]:
         return {}
     rows, num_top = logprobs.rows[wanted], logprobs.num_top[wanted]
     owners, positions = slots[rows], computed.positions[rows].tolist()
-    (begins,) = np.diff(owners, prepend=-1).nonzero()
+    begins = np.concatenate((_FIRST, (owners[1:] != owners[:-1]).nonzero()[0] + 1))
     # Columns of all slots, of which each has a part: to make a column takes longer than to cut it.
     chosen, ranks = float_column(logprobs.chosen[wanted]), column(logprobs.ranks[wanted])
     kept = np.arange(logprobs.top_ids.shape[1]) < num_top[:, None]
@@ -222,12 +223,12 @@ def _logprobs(computed: Computed, slots: IntArray) -> dict[int, LogprobColumns]:
     tops = [0, *num_top.cumsum().tolist()]
     return {
         slot: LogprobColumns(
-            start=positions[first],
-            logprobs=chosen[first:end],
-            ranks=ranks[first:end],
-            num_top=count,
-            top_token_ids=top_ids[tops[first] : tops[end]],
-            top_logprobs=top[tops[first] : tops[end]],
+            positions[first],
+            chosen[first:end],
+            ranks[first:end],
+            count,
+            top_ids[tops[first] : tops[end]],
+            top[tops[first] : tops[end]],
         )
         for slot, count, first, end in zip(
             owners[begins].tolist(), num_top[begins].tolist(), begins.tolist(), [*begins[1:].tolist(), len(wanted)],

@@ -26,6 +26,7 @@ from executor_svc.gpu.exact.products import ExactProducts
 from executor_svc.gpu.kernels.attention.gluon.backend import PromptBackend
 from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
 from executor_svc.gpu.kv_cache import GpuKVCache, staging_blocks
+from executor_svc.gpu.launches.watching import watch_launches
 from executor_svc.gpu.linear import GpuLinear, Quantization, SumsWorkspace, make_linear
 from executor_svc.gpu.skinny.kernels import SkinnyKernels
 from executor_svc.gpu.states import GpuStateKernels
@@ -83,6 +84,8 @@ class GpuDevice:
         self._is_here = absent is None
         self._interpreted = is_interpreted() or not self._is_here
         self.torch_device = torch.device("cpu" if self._interpreted else "cuda")
+        if not self._interpreted:
+            watch_launches()
         arch, num_sms = absent or (_HOPPER if self._interpreted else _properties(self.torch_device))
         if arch < _LEAST_ARCH:
             raise DeviceError(

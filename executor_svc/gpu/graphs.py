@@ -76,6 +76,38 @@ def mixed_sizes(max_tokens: int, max_seqs: int, num_parameters: int) -> list[Ste
     return [StepSizes(tokens, seqs, 0, 0) for tokens, seqs in dict.fromkeys(pairs)]
 
 
+def repeated_sizes(max_tokens: int, max_seqs: int, after: int) -> list[StepSizes]:
+    """Return the sizes of other steps that have no graph but repeated launches, ascending: of more tokens than `after`.
+
+    Padding adds an eighth to the tokens at most, of which a product's tiles would pad some anyway.
+    """
+    pairs = (
+        (tokens, min(seqs, tokens))
+        for tokens in sizes_up_to(_repeated_tokens(max_tokens), max_tokens)
+        if tokens > after
+        for seqs in sizes_up_to(_MIXED_SEQS, max_seqs)
+    )
+    return [StepSizes(tokens, seqs, 0, 0) for tokens, seqs in dict.fromkeys(pairs)]
+
+
+def _repeated_tokens(most: int) -> list[int]:
+    """Return multiples of 32 up to 256, then eight of each power of 2, up to `most` or just above."""
+    found = list(range(32, 256, 32))
+    while found[-1] < most:
+        found.append(found[-1] + max(32, (1 << found[-1].bit_length() - 1) // 8))
+    return found
+
+
+def row_sizes(max_rows: int) -> list[int]:
+    """Return the numbers of rows of logits that such steps are padded to, ascending: those of decodes."""
+    return sizes_up_to(_DECODE_SEQS, max_rows)
+
+
+def next_power(number: int, most: int) -> int:
+    """Return the least power of 2 that is not below a number above 0, or `most` if that is less."""
+    return min(1 << (number - 1).bit_length(), most)
+
+
 def sizes_up_to(sizes: Sequence[int], most: int) -> list[int]:
     """Return the ascending sizes below `most`, and `most` in place of the next one."""
     place = bisect_left(sizes, most)

@@ -1,8 +1,9 @@
-"""Runs a model over step tensors that stay on a GPU: with graphs of fixed sizes, or launch by launch."""
+"""Runs a model over step tensors that stay on a GPU: by graphs of fixed sizes, by repeated launches, or by new ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -22,11 +23,17 @@ from executor_svc.gpu.graphs import (
     decode_sizes,
     draft_sizes,
     mixed_sizes,
+    next_power,
+    repeated_sizes,
+    row_sizes,
     smallest_fitting,
 )
+from executor_svc.gpu.kernels.attention.config import DRAFTS_ROWS
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.kernels.states.plan import GpuStatePlan
+from executor_svc.gpu.launches.repeated import RepeatedParts
+from executor_svc.gpu.launches.watching import are_watched
 from executor_svc.gpu.skinny.probe import probe_choices
 from executor_svc.gpu.skinny.recording import EitherKernels
 from executor_svc.gpu.slots.device_slots import DeviceSlots, is_decode
@@ -46,6 +53,10 @@ class _Fixed:
     replayer: Replayer
 
 
+_SHORT = 1024
+"""Sequences of up to so many tokens are launched alike in steps with prompts: all KV heads at once."""
+
+
 class Ran(NamedTuple):
     """How a step was run, for a head that follows it."""
 
@@ -55,6 +66,7 @@ class Ran(NamedTuple):
     """Whether its hidden states were those of fixed sizes."""
     max_query_len: int
     max_seq_len: int
+    """Upper bounds, as its launches have them if it was not replayed."""
 
 
 class GpuRunner:
@@ -98,12 +110,7 @@ class GpuRunner:
         self.ran: Ran | None = None
         """How the last step was run; None before the first, and without state_layers."""
         self._plans = [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
-        for plan in self._plans:
-            plan.read_from(slots.buffers)
-        self._recurrent, self._pool = None, kv_cache.pool
-        if isinstance(self._recorded.state_plan, GpuStatePlan):
-            self._recurrent = self._recorded.state_plan
-            self._recurrent.read_from(slots.buffers, slots.state, slots.states.tables, slots.states.saves)
+        self._recurrent, self._pool = self._read_steps(), kv_cache.pool
         self._probe(device.kernels, kv_cache.layers)
         self._step_adapters = None if loaded.adapters is None else StepAdapters(slots, self._recorded)
         decodes, adapted, self._mixed = [], [], []
@@ -117,6 +124,9 @@ class GpuRunner:
             self._mixed = mixed_sizes(self._most.num_tokens, self._most.num_seqs, num_read)
         self.replayed = list(dict.fromkeys((*decodes, *adapted, *self.drafted, *self._mixed)))
         """All sizes of steps, or of their hidden states, that have a graph."""
+        self.repeated: RepeatedParts | None = None
+        """Of steps that no graph holds; None: their launches are new each time."""
+        self._padded, self._rows = self._mixed, list[int]()
         self._hidden = frozenset(self._mixed)
         """Replayed sizes of the computation of hidden states from existing inputs."""
         self.decodes = sorted({*decodes, *adapted}, key=lambda sizes: sizes.num_seqs)
@@ -126,6 +136,18 @@ class GpuRunner:
         if self._step_adapters is not None:
             self._with = self._fixed(adapted, adapted=True)
         self.use_adapters(False)
+        if captures and not self._has_group and are_watched(device.torch_device):
+            self._repeat_others()
+
+    def _read_steps(self) -> GpuStatePlan | None:
+        """Let the plans read steps from the tensors of the slots; returns that of recurrent layers, if any."""
+        slots, recurrent = self._slots, self._recorded.state_plan
+        for plan in self._plans:
+            plan.read_from(slots.buffers)
+        if not isinstance(recurrent, GpuStatePlan):
+            return None
+        recurrent.read_from(slots.buffers, slots.state, slots.states.tables, slots.states.saves)
+        return recurrent
 
     def _probe(self, kernels: Kernels, kv_layers: Sequence[Tensor]) -> None:
         """Let decodes be computed by fused layers where this GPU is faster so; before any graph is captured."""
@@ -174,10 +196,22 @@ class GpuRunner:
             return smallest_fitting(self._current.decodes, sizes) or sizes
         if num_tokens == num_seqs:
             return sizes
-        found = smallest_fitting(self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
+        repeats = self._repeats
+        found = smallest_fitting(self._padded if repeats else self._mixed, StepSizes(num_tokens, num_seqs, 0, 0))
         if found is None:
             return sizes
-        return replace(found, num_logits=sizes.num_logits, num_rows=num_rows, num_drafts=num_drafts)
+        num_logits = sizes.num_logits
+        if repeats and not num_drafts:
+            num_logits, num_rows = self._padded_rows(num_logits), self._padded_rows(num_rows)
+        return replace(found, num_logits=num_logits, num_rows=num_rows, num_drafts=num_drafts)
+
+    @property
+    def _repeats(self) -> bool:
+        return self.repeated is not None and self.repeated.usable
+
+    def _padded_rows(self, num_rows: int) -> int:
+        place = bisect_left(self._rows, num_rows)
+        return self._rows[place] if num_rows and place < len(self._rows) else num_rows
 
     @torch.inference_mode()
     def forward(
@@ -196,7 +230,7 @@ class GpuRunner:
         one_each = self._slots.stage(scheduled, sizes, most_drafts)
         if make_drafts is not None:
             make_drafts()
-        hidden, replayed = sizes, True
+        hidden, replayed, lengths = sizes, True, (1 + sizes.num_drafts, max_seq_len)
         if sizes in self._current.whole:
             self._current.replayer.replay(sizes)
         else:
@@ -207,12 +241,47 @@ class GpuRunner:
             if replayed:
                 self._current.replayer.replay(hidden)
             else:
+                lengths = self._lengths(hidden, int(scheduled.num_tokens.max()), max_seq_len)
                 drafted = sizes.num_drafts > 0 and is_decode(scheduled)
-                self._run_hidden(hidden, int(scheduled.num_tokens.max()), max_seq_len, drafted)
-            self._run_logits(sizes)
+                part = "hidden", self._adapted is not None, hidden, lengths, drafted
+                self.run_part(part, partial(self._run_hidden, hidden, *lengths, drafted))
+            self.run_part(("logits", self._adapted is not None, sizes.num_logits), partial(self._run_logits, sizes))
         if self.states is not None:
-            self.ran = Ran(hidden, replayed, int(scheduled.num_tokens.max()), max_seq_len)
+            self.ran = Ran(hidden, replayed, *lengths)
         return self.results(sizes)
+
+    def run_part(self, part: Hashable, enqueue: Callable[[], object]) -> None:
+        """Enqueue a part of a step that no graph holds; what it launches must depend on `part` alone."""
+        if self.repeated is None:
+            enqueue()
+        else:
+            self.repeated.run(part, enqueue)
+
+    def _lengths(self, sizes: StepSizes, max_query_len: int, max_seq_len: int) -> tuple[int, int]:
+        """Return upper bounds of a step's lengths: few different ones if launches are repeated."""
+        if not self._repeats:
+            return max_query_len, max_seq_len
+        if max_query_len > DRAFTS_ROWS:  # no tile for few tokens holds them
+            return sizes.num_tokens, self.longest(max(max_seq_len, _SHORT))
+        return next_power(max_query_len, sizes.num_tokens), self.longest(max_seq_len)
+
+    def longest(self, max_seq_len: int) -> int:
+        """Return an upper bound of sequences of at most max_seq_len tokens, as launches have it."""
+        return next_power(max_seq_len, self._slots.limits.max_model_len) if self._repeats else max_seq_len
+
+    @torch.inference_mode()
+    def _repeat_others(self) -> None:
+        """Let steps without graphs repeat their launches; try it in one of them whose sequences are padding."""
+        self.repeated = RepeatedParts()
+        most, limits = self._most, self._slots.limits
+        longest = self._mixed[-1].num_tokens if self._mixed else 0
+        others = repeated_sizes(most.num_tokens, most.num_seqs, longest)
+        self._padded, self._rows = [*self._mixed, *others], row_sizes(min(limits.max_num_seqs, most.num_tokens))
+        for sizes in others[:1]:
+            inputs = self._slots.inputs(sizes)
+            inputs.token_ids.copy_(torch.arange(sizes.num_tokens) % limits.vocab_size)
+            hidden = partial(self._run_hidden, sizes, sizes.num_tokens, limits.max_model_len)
+            self.repeated.probe(hidden, self._recorded.hidden[: sizes.num_tokens])
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:

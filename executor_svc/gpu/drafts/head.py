@@ -12,6 +12,7 @@ draft a little worse, and no token wrong.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -52,7 +53,7 @@ class GpuHead:
 
         runner: of the target, with the states that the head reads.
         """
-        self._head, self._slots = head, slots
+        self._head, self._slots, self._runner = head, slots, runner
         for layer in kv_cache.draft_layers:
             layer.view(torch.uint8).zero_()
         kernels, inputs = device.kernels, slots.inputs(slots.buffers.most)
@@ -99,7 +100,8 @@ class GpuHead:
         if ran.replayed:
             self._replayer.replay(ran.sizes)
         else:
-            self._follow(ran.sizes, ran.max_query_len, ran.max_seq_len)
+            ran_with = ran.sizes, ran.max_query_len, ran.max_seq_len
+            self._runner.run_part(("head", ran_with), partial(self._follow, *ran_with))
 
     @torch.inference_mode()
     def _follow_alone(self, sizes: StepSizes) -> None:

@@ -40,7 +40,7 @@ class PassModel(Protocol):
 
 
 class DraftPasses:
-    """Makes the drafts of steps: as one graph for decodes with usual parameters, else launch by launch.
+    """Makes the drafts of steps: as one graph for decodes with usual parameters, else by repeated launches.
 
     A pass samples with the target's parameters and its noise at each position, as `sampling.sample_step` does, and as
     if the drafts before were known: they count for penalties, bad words and `min_tokens`.
@@ -48,7 +48,7 @@ class DraftPasses:
 
     def __init__(self, model: PassModel, runner: GpuRunner, slots: DeviceSlots, sampler: GpuSampler) -> None:
         """Capture the graphs: of greedy passes, and of draws with limits of likelihood, as `SamplingRounds` does."""
-        self._model, self._slots, self._sampler = model, slots, sampler
+        self._model, self._slots, self._sampler, self._runner = model, slots, sampler, runner
         self._sizes = frozenset(runner.drafted)
         self._greedy, self._drawn = (
             runner.replayer(runner.drafted, partial(self._run_alone, metadata))
@@ -70,7 +70,9 @@ class DraftPasses:
             replayer: Replayer = self._drawn if metadata.drawn else self._greedy
             replayer.replay(sizes)
         else:
-            self._run(sizes, num_seqs, min(layout.most_drafts, sizes.num_drafts), max_seq_len, metadata)
+            longest = self._runner.longest(max_seq_len)
+            passes = sizes, num_seqs, min(layout.most_drafts, sizes.num_drafts), longest
+            self._runner.run_part(("passes", passes, metadata.kinds), partial(self._run, *passes, metadata))
 
     @torch.inference_mode()
     def _run_alone(self, metadata: SamplingMetadata, sizes: StepSizes) -> None:

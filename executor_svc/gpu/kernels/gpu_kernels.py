@@ -32,6 +32,7 @@ from executor_svc.gpu.kernels.lora.adapter_places import GpuAdapterPlaces, GpuEm
 from executor_svc.gpu.kernels.lora.tables import MAX_PLACES, GpuAdapterRows
 from executor_svc.gpu.kernels.rope import rope_write_kv
 from executor_svc.gpu.kernels.sampling import logits
+from executor_svc.gpu.launches.noting import begin_operation
 
 Operation = Callable[[int], None]
 """Enqueues an operation on the first n rows of its tensors; argument: n."""
@@ -55,6 +56,7 @@ class GpuProgram:
         """Enqueue all operations, in order; counts: number of rows by name, 0 skips. Does not wait."""
         for name, operation in self._operations:
             if counts[name]:
+                begin_operation()
                 operation(counts[name])
 
 

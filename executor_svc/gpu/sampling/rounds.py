@@ -21,7 +21,10 @@ HostChoice = Callable[[], RowCandidates | None]
 
 
 class SamplingRounds:
-    """Enqueues the rounds of a step, from its logits to the commits; of decodes as one graph, for usual parameters."""
+    """Enqueues the rounds of a step, from its logits to the commits.
+
+    Of decodes as one graph, for usual parameters; others by repeated launches, if the host does not choose.
+    """
 
     def __init__(
         self,
@@ -57,10 +60,15 @@ class SamplingRounds:
         logprobs: buffers for those that are requested. on_host: called when the first round has chosen, to overwrite
         tokens; returns candidates, and so does this.
         """
-        if logprobs is None and on_host is None and (replayer := self._graph_of(sizes, metadata)) is not None:
+        if on_host is not None or (logprobs is not None and not logprobs.is_kept):
+            return self._run(sizes, metadata, logprobs, on_host)
+        if logprobs is None and (replayer := self._graph_of(sizes, metadata)) is not None:
             replayer.replay(sizes)
             return None
-        return self._run(sizes, metadata, logprobs, on_host)
+        rows = sizes.num_seqs, sizes.num_logits, sizes.num_rows, sizes.num_drafts
+        part = "rounds", rows, metadata.kinds, 0 if logprobs is None else logprobs.most
+        self._runner.run_part(part, partial(self._run, sizes, metadata, logprobs, None))
+        return None
 
     def _graph_of(self, sizes: StepSizes, metadata: SamplingMetadata) -> Replayer | None:
         if sizes not in self._sizes:

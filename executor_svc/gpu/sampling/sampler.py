@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from itertools import product
 
 import numpy as np
@@ -21,9 +22,11 @@ from executor_svc.gpu.kernels.slots.slots import StepInputs, padded
 from executor_svc.gpu.sampling.state import SlotSamplingState
 from executor_svc.gpu.slots.device_slots import CommittedTokens
 from executor_svc.gpu.slots.staging import Download, Fetched, Words
-from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 from executor_svc.plan.limits import Limits
 
+_KEPT_SIZES = 128
+"""Sizes whose views of such buffers are kept: to make them takes 20 us."""
 _LIKELY_TOP = 32
 """Steps with at most this many best tokens per row return logprobs through preallocated buffers."""
 
@@ -54,6 +57,11 @@ class SamplingMetadata:
     """Rows with logprobs, ascending."""
     num_top: IntArray = field(default_factory=_no_rows)
     """Number of best tokens requested for each of logprob_rows."""
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """What decides which kernels sample."""
+        return self.edited, self.drawn, self.filtered, self.floored, self.counted
 
     @classmethod
     def greedy(cls) -> SamplingMetadata:
@@ -105,19 +113,32 @@ class StepLogprobs:
     """R, of each round."""
     most: int
     """Padded number of best tokens of each row."""
+    is_kept: bool
+    """Whether they are at the addresses of all steps with so many rows and best tokens."""
 
     @classmethod
     def empty(cls, num_rows: int, rounds: int, most: int, device: torch.device) -> StepLogprobs:
         """Return buffers for these rounds of num_rows rows."""
-        return cls(DeviceLogprobs.empty(rounds * padded(num_rows), most, device), num_rows, most)
+        return cls(DeviceLogprobs.empty(rounds * padded(num_rows), most, device), num_rows, most, is_kept=False)
+
+    @classmethod
+    def at(cls, memory: Tensor, num_rows: int, rounds: int, most: int) -> StepLogprobs:
+        """Return buffers for these rounds of num_rows rows, at the beginning of memory, int32."""
+        rows = rounds * padded(num_rows)
+        words = memory[: DeviceLogprobs.num_words(rows, most)]
+        return cls(DeviceLogprobs.over(words, rows, most), num_rows, most, is_kept=True)
 
     def of_round(self, round: int) -> DeviceLogprobs:
         """Return the rows of a round."""
         return self.buffers.of_rows(round * padded(self.num_rows), self.num_rows)
 
-    def on_host(self, words: Words) -> DeviceLogprobs:
-        """Return a copy of all words as buffers of all rounds."""
-        return DeviceLogprobs.over(torch.from_numpy(words), len(self.buffers.chosen), self.most)
+    def columns_of(self, words: Words, rows: IntArray) -> tuple[FloatArray, IntArray, IntArray, FloatArray]:
+        """Return the logprobs, ranks, best tokens and their logprobs of these rows of all rounds, from a copy."""
+        size, most = padded(len(self.buffers.chosen)), self.most
+        chosen, ranks = words[:size].view(np.float32), words[size : 2 * size]
+        first, middle = 2 * size, (2 + most) * size
+        top_ids, top = words[first:middle].reshape(size, most), words[middle:].view(np.float32).reshape(size, most)
+        return chosen[rows], ranks[rows].astype(np.int64), top_ids[rows].astype(np.int64), top[rows]
 
 
 class PendingLogprobs:
@@ -131,20 +152,20 @@ class PendingLogprobs:
 
         Of rows without a token they have no meaning.
         """
-        found = self._logprobs.on_host(self._fetched.wait())
-        requests = np.full(len(self._metadata.slots), -1, np.int64)
-        requests[self._metadata.logprob_rows] = np.arange(len(self._metadata.logprob_rows))
-        owners, kept = committed.owners, ~committed.idle
-        rows = np.flatnonzero(kept & (requests[owners] >= 0))
-        there = committed.ahead[rows] * padded(self._logprobs.num_rows) + owners[rows]
-        return RowLogprobs(
-            rows=(np.cumsum(kept) - 1)[rows],
-            chosen=found.chosen.numpy()[there],
-            ranks=found.ranks.numpy()[there].astype(np.int64),
-            num_top=self._metadata.num_top[requests[owners[rows]]],
-            top_ids=found.top_ids.numpy()[there].astype(np.int64),
-            top=found.top.numpy()[there],
-        )
+        words, metadata = self._fetched.wait(), self._metadata
+        if len(committed.ahead) == len(metadata.slots) and not committed.idle.any():
+            # A row for each slot, as nearly always.
+            rows = there = metadata.logprob_rows
+            num_top = metadata.num_top
+        else:
+            requests = np.full(len(metadata.slots), -1, np.int64)
+            requests[metadata.logprob_rows] = np.arange(len(metadata.logprob_rows))
+            owners, kept = committed.owners, ~committed.idle
+            these = np.flatnonzero(kept & (requests[owners] >= 0))
+            there = committed.ahead[these] * padded(self._logprobs.num_rows) + owners[these]
+            rows, num_top = (np.cumsum(kept) - 1)[these], metadata.num_top[requests[owners[these]]]
+        chosen, ranks, top_ids, top = self._logprobs.columns_of(words, there)
+        return RowLogprobs(rows, chosen, ranks, num_top, top_ids, top)
 
 
 class GpuSampler:
@@ -159,7 +180,11 @@ class GpuSampler:
         self._errors = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
         self._num_logprobs = records[:, place("num_logprobs")]
         likely_rows = limits.max_num_seqs + padded(1) * (1 + limits.max_drafts)
-        self._download = Download(DeviceLogprobs.num_words(likely_rows, _LIKELY_TOP), device)
+        num_words = DeviceLogprobs.num_words(likely_rows, _LIKELY_TOP)
+        self._download = Download(num_words, device)
+        # The copy of a step's logprobs to the host is enqueued before the next step writes its own.
+        kept = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._most_words, self._logprobs_at = num_words, lru_cache(_KEPT_SIZES)(partial(StepLogprobs.at, kept))
 
     def rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Return the tensors that receive a step's tokens [R] int64 and errors [R] int32."""
@@ -187,7 +212,10 @@ class GpuSampler:
         if not len(metadata.logprob_rows):
             return None
         sizes, most = inputs.sizes, most_top(int(metadata.num_top.max()))
-        return StepLogprobs.empty(sizes.num_rows, 1 + sizes.num_drafts, most, self._tokens.device)
+        num_rows, rounds = sizes.num_rows, 1 + sizes.num_drafts
+        if DeviceLogprobs.num_words(rounds * padded(num_rows), most) <= self._most_words:
+            return self._logprobs_at(num_rows, rounds, most)
+        return StepLogprobs.empty(num_rows, rounds, most, self._tokens.device)
 
     def compute_logprobs(
         self, logits: Tensor, inputs: StepInputs, metadata: SamplingMetadata, out: DeviceLogprobs

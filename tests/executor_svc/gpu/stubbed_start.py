@@ -18,17 +18,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+import torch
+from triton.backends.nvidia.driver import (
+    _BASE_ARGS_FORMAT_LEN,
+    CudaDriver,
+    CudaLauncher,
+    CudaUtils,
+    wrap_handle_tensordesc,
+)
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.gpu import device as gpu_device
+from executor_svc.gpu import graphs as gpu_graphs
+from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.compiled.kernel_cache import COMPILED
+from executor_svc.gpu.launches.repeated import RepeatedParts
+from executor_svc.gpu.launches.watched_launcher import WatchedLauncher
+from executor_svc.gpu.linear import PlainLinear
 from executor_svc.startup import executors as startup_device
+from tests.executor_svc.gpu.repeating import count_repeats
 from tests.helpers.executor.plans import ints, plan, scheduled, sequence
 
 LIBRARY = "libcuda.so.1"
+_NUM_OPTIONS = 7
+"""Of a launch: its grid, stream, function, and whether it is cooperative or programmatic."""
+launched: list[list[Any]] = []
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
     "quantization": "int8",
@@ -51,6 +67,29 @@ class StubbedDriver(CudaDriver):  # type: ignore[misc]
         self.get_device_capability = lambda device=0: (9, 0)
         self.get_current_stream = self.get_current_device = lambda device=0: 0
         self.set_current_device = lambda device: None
+
+
+class SpiedLauncher(WatchedLauncher):
+    """Notes grids, options and arguments, in the form of addresses, as they come to Triton's compiled launcher."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        super().__init__(src, metadata)
+        compiled = self._compiled
+
+        def spied(*args: Any) -> Any:
+            launched.append([_comparable(each) for each in (*args[:_NUM_OPTIONS], *args[_BASE_ARGS_FORMAT_LEN:])])
+            return compiled(*args)
+
+        encodes = self.launch is not compiled
+        descriptors = getattr(metadata, "tensordesc_meta", None)
+        self.launch = wrap_handle_tensordesc(spied, src.signature, descriptors) if encodes else spied
+        self._compiled = spied
+
+
+def _comparable(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    return argument if isinstance(argument, int) else type(argument).__name__
 
 
 def noted_compiles(patch: pytest.MonkeyPatch) -> list[str]:
@@ -82,12 +121,18 @@ def noted_launches(patch: pytest.MonkeyPatch) -> list[str]:
 def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}") -> None:
     stub = ctypes.CDLL(str(Path(stub_folder, LIBRARY)), mode=ctypes.RTLD_GLOBAL)
     driver.set_active(StubbedDriver())
+    driver.active.launcher_cls = SpiedLauncher
     from tests.executor_svc.gpu.test_warm_up import started
 
     with pytest.MonkeyPatch.context() as patch:
         # Tensors lie where they would lie for the interpreter.
         patch.setattr(startup_device, "is_interpreted", lambda: True)
         patch.setattr(gpu_device, "is_interpreted", lambda: True)
+        patch.setattr(gpu_runner, "are_watched", lambda _: True)
+        repeated = count_repeats(patch)
+        patch.setattr(gpu_graphs, "_MIXED_TOKENS", (32,))
+        # As on a GPU, where a wider result is written by one operation.
+        patch.setattr(PlainLinear, "_to_float", lambda _, x, out: out.zero_())
         compiled, names = noted_compiles(patch), noted_launches(patch)
         COMPILED.listen()
         began = time.monotonic()
@@ -111,6 +156,16 @@ def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}
             executor.launch(plan(step_id=step_id, **fields), 0).result()
             launches.append(stub.stub_launches())
             by_step.append(Counter(names))
+        pages = [6 * size + 3 * strips + strip for strip in range(strips)]
+        prompt = sequence(4, [5] * 40, pages, state_pages=list(range(2 * size, 3 * size)))
+        released = {"released_slots": ints(4)}
+        alike: list[list[list[Any]]] = []
+        executor._runner.repeated = RepeatedParts()  # the first of three steps is new, the second noted
+        for step_id in range(len(steps) + 1, len(steps) + 4):
+            del launched[:]
+            fields = {"admitted": (prompt,), "scheduled": scheduled((4, 40, True))} | (released if alike else {})
+            executor.launch(plan(step_id=step_id, **fields), 0).result()
+            alike.append(list(launched))
     seen = {
         "compiled": compiled[:num_at_start],
         "compiled_by_steps": compiled[num_at_start:],
@@ -121,6 +176,8 @@ def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}
         "from_cache": COMPILED.num_cached,
         "compile_s": round(COMPILED.seconds, 1),
         "start_s": round(start_s, 1),
+        "differing": sum(one != other for one, other in zip(*alike[1:], strict=True)),
+        "repeated": repeated,
     }
     print(json.dumps(seen))
 

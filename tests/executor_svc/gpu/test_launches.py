@@ -107,6 +107,8 @@ def test_kernels_are_compiled_and_launched_as_on_a_gpu(
     assert len(seen["launches"]) == 5
     assert min(seen["launches"]) > 10
     assert seen["num_descriptors"] > 0, OPTIONS
+    assert seen["differing"] == 0, "of launches that are repeated from those that they repeat"
+    assert max(seen["repeated"][-3:]) >= 8, "hidden states, logits and the choice of the last step"
 
 
 def environment(stub: Path, cache: Path) -> dict[str, str]:

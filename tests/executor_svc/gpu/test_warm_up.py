@@ -31,6 +31,7 @@ from executor_svc.startup.executors import run_trial
 from executor_svc.startup.speculation import load_speculative_model, make_draft_source, model_on_gpu
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
+from tests.executor_svc.gpu.repeating import repeat_launches
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.agreeing_heads import make_agreeing
@@ -40,6 +41,7 @@ from tests.helpers.models.quantized_layouts import LAYOUTS, quantize_checkpoint
 # What the cache holds at first is anything, and the interpreter multiplies it by numpy.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")]
 BLOCK_SIZE = 8
+HOW = "graphs", "eager", "repeats"
 Compiled = set[tuple[Any, ...]]
 Launches = set[tuple[Any, ...]]
 
@@ -136,16 +138,18 @@ def run(executor: GpuStepExecutor, steps: Sequence[dict[str, Any]]) -> list[Step
 
 
 @pytest.mark.parametrize(
-    ("speculative", "enforce_eager"),
+    ("speculative", "how"),
     short_and_long(
-        [(speculative, eager) for speculative in ("off", "ngram", "draft", "mtp", "eagle3") for eager in (False, True)],
-        [("draft", False), ("mtp", True)],
+        [(speculative, how) for speculative in ("off", "ngram", "draft", "mtp", "eagle3") for how in HOW],
+        [("draft", "graphs"), ("mtp", "eager"), ("off", "repeats")],
     ),
 )
 def test_no_step_waits_for_a_compiler(
-    enforce_eager: bool, speculative: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
+    how: str, speculative: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compiled
 ) -> None:
-    options: dict[str, Any] = {"enforce_eager": enforce_eager, "max_num_batched_tokens": 24}
+    options: dict[str, Any] = {"enforce_eager": how == "eager", "max_num_batched_tokens": 24}
+    if how == "repeats":
+        repeat_launches(monkeypatch)
     num_drafts = 0 if speculative == "off" else 2
     if num_drafts:
         options |= {"speculative": speculative, "num_speculative_tokens": num_drafts, "max_num_seqs": 6}

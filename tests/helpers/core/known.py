@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from hashlib import sha256
 
 from cadenza_common.plan.result import Candidates, LogprobColumns
@@ -67,8 +66,7 @@ def known_prompt_logprobs(
 
 def as_lists(columns: LogprobColumns) -> LogprobColumns:
     """The same in lists, to be compared."""
-    return replace(
-        columns,
+    return columns._replace(
         logprobs=list(columns.logprobs),
         ranks=list(columns.ranks),
         top_token_ids=list(columns.top_token_ids),

@@ -118,8 +118,8 @@ def test_prompt_logprobs_must_be_those_of_the_plan() -> None:
         {},
         {slot + 1: columns},
         {slot: columns.rows(1, 4)},
-        {slot: replace(columns, start=2)},
-        {slot: replace(columns, num_top=2)},
+        {slot: columns._replace(start=2)},
+        {slot: columns._replace(num_top=2)},
     ):
         with pytest.raises(InvariantError, match="prompt logprobs"):
             bench.core.apply_result(0, replace(good, prompt_logprobs=bad), 0.0)

@@ -7,6 +7,7 @@ rows are (`place_kernel`). Nothing returns to the host.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -265,8 +266,7 @@ def choose(
     counts = scratch[: chunks * lanes]
     totals = scratch[chunks * lanes :]
     written = places, sources, blocks.table, blocks.count
-    near = float(torch.tensor(2 * router.jitter).to(dtype))
-    numbers = float(router.epsilon), float(router.least_sum), float(router.factor), near
+    numbers = float(router.epsilon), float(router.least_sum), float(router.factor), _rounded(2 * router.jitter, dtype)
     choose_kernel[(chunks,)](
         logits, bias, scales, ids, weights, None if one else counts, *written, rows, blocks.rows, *numbers,
         **choosing_constants(router, dtype), **_options(lanes),
@@ -277,6 +277,12 @@ def choose(
         place_kernel[(chunks,)](
             ids, counts, totals, *written, rows, blocks.rows, **placing_constants(router), **_options(lanes)
         )
+
+
+@cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """Return a number as this type has it."""
+    return float(torch.tensor(number).to(dtype))
 
 
 def _check(

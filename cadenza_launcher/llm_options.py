@@ -134,6 +134,25 @@ class LLMOptions(TypedDict, total=False):
     of this number; die only with --simulate; docs/simulated.md. Values: hang@STEP[:SECONDS], oom@STEP,
     device-error@STEP, non-finite@STEP[:SLOT], die@TOKEN:POSITION."""
 
+    few_bits_products: Literal["by-rows", "measured"] | None
+    """How a GPU multiplies weights in few bits with 17 to 256 rows in fast mode; by-rows: as was best on an H100;
+    measured: the start times every way for each shape on the GPU at hand, some seconds, and takes the fastest that is
+    right (docs/quantization.md). [default: by-rows]"""
+
+    attention_backend: Literal["auto", "triton", "gluon"] | None
+    """Kernel of prompts' attention on a GPU; gluon: one for compute capability 9.0 alone that copies, multiplies and
+    computes weights at once, and that no GPU has run; auto: triton (docs/gpu.md). [default: auto]"""
+
+    kernel_cache: str | None
+    """Folder that keeps a GPU's compiled kernels and what the start found out about them, so that the next start on
+    such a GPU compiles and compares nothing; default: kernels in ~/.cache/cadenza, or below XDG_CACHE_HOME
+    (docs/gpu.md)."""
+
+    skinny_gemms: Literal["off", "auto", "on"] | None
+    """On a GPU, decodes of 1 to 16 rows of plain models in 16 bits by Cadenza's own products, with norms, rotations,
+    activations and sums fused into them; auto: in those sizes in which the start finds them right, and faster; on: in
+    all. Not in exact mode, and not with adapters, ranks or a cache in fp8 (docs/gpu.md). [default: off]"""
+
     device: Literal["auto", "cpu", "cuda"] | None
     """Device that runs the model; auto: a GPU if PyTorch finds one, else the CPU. [default: auto]"""
 
@@ -152,11 +171,6 @@ class LLMOptions(TypedDict, total=False):
     quantized_activations: Literal["auto", "off", "int8"] | None
     """For weights in few bits on the CPU: off multiplies activations as they are; int8 quantizes them to 8 bits, by
     groups of 32 columns of a row; auto: int8 for every format but fp8. [default: auto]"""
-
-    few_bits_products: Literal["by-rows", "measured"] | None
-    """How a GPU multiplies weights in few bits with 17 to 256 rows in fast mode; by-rows: as was best on an H100;
-    measured: the start times every way for each shape on the GPU at hand, some seconds, and takes the fastest that is
-    right (docs/quantization.md). [default: by-rows]"""
 
     expert_weights: Literal["memory", "mapped"] | None
     """Where the weights of a mixture's experts are on the CPU: in memory, prepared for the kernels; or mapped from
@@ -205,18 +219,9 @@ class LLMOptions(TypedDict, total=False):
     with the checkpoint's scales if it has any; auto: fp8 on such a GPU if the checkpoint specifies it, else the model's
     data type. [default: auto]"""
 
-    attention_backend: Literal["auto", "triton", "gluon"] | None
-    """Kernel of prompts' attention on a GPU; gluon: one for compute capability 9.0 alone that copies, multiplies and
-    computes weights at once, and that no GPU has run; auto: triton (docs/gpu.md). [default: auto]"""
-
     gpu_memory_utilization: float | None
     """Share of the device's memory for weights, steps and KV; default: 0.9 of a GPU's memory, 0.5 of the free memory on
     the CPU."""
-
-    kernel_cache: str | None
-    """Folder that keeps a GPU's compiled kernels and what the start found out about them, so that the next start on
-    such a GPU compiles and compares nothing; default: kernels in ~/.cache/cadenza, or below XDG_CACHE_HOME
-    (docs/gpu.md)."""
 
     max_model_len: int | None
     """executor: Maximum tokens of a sequence, prompt and output together; default: the model's own limit. scheduler:
@@ -291,11 +296,6 @@ class LLMOptions(TypedDict, total=False):
     """executor: Folder below which LoRA adapters may be read; several times, or with commas, for several ones; default:
     any that the scheduler names. scheduler: Folder below which LoRA adapters may be loaded while serving; several
     times, or with commas, for several ones; default: none."""
-
-    skinny_gemms: Literal["off", "auto", "on"] | None
-    """On a GPU, decodes of 1 to 16 rows of plain models in 16 bits by Cadenza's own products, with norms, rotations,
-    activations and sums fused into them; auto: in those sizes in which the start finds them right, and faster; on: in
-    all. Not in exact mode, and not with adapters, ranks or a cache in fp8 (docs/gpu.md). [default: off]"""
 
     enforce_eager: bool | None
     """Captures no CUDA graphs on a GPU and launches every kernel of every step: steps are slower, the start is faster,

@@ -11,7 +11,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from cadenza_common.serving.stop_signals import DRAIN_TIMEOUT_S
 from cadenza_common.settings.help import about
 from cadenza_common.settings.service import split_list
-from executor_svc.simulation_options import SimulationOptions
+from executor_svc.kernel_options import KernelOptions
 
 _GPU_SEQS, _GPU_BATCHED_TOKENS = 256, 2048
 """Defaults of max_num_seqs and max_num_batched_tokens on a GPU."""
@@ -24,7 +24,7 @@ CpuIsa = Literal["auto", "avx2", "avx-vnni", "avx512", "avx512-vnni", "avx512-bf
 Speculative = Literal["off", "ngram", "suffix", "draft", "eagle3", "mtp", "auto"]
 
 
-class ExecutorConfig(SimulationOptions):
+class ExecutorConfig(KernelOptions):
     """Serve a model to a Cadenza scheduler.
 
     Example: python -m executor_svc --model models/cadenza-demo --listen :50052
@@ -79,13 +79,6 @@ class ExecutorConfig(SimulationOptions):
         "auto",
         description="For weights in few bits on the CPU: off multiplies activations as they are; int8 quantizes them "
         "to 8 bits, by groups of 32 columns of a row; auto: int8 for every format but fp8.",
-        json_schema_extra=about("Model"),
-    )
-    few_bits_products: Literal["by-rows", "measured"] = Field(
-        "by-rows",
-        description="How a GPU multiplies weights in few bits with 17 to 256 rows in fast mode; by-rows: as was best "
-        "on an H100; measured: the start times every way for each shape on the GPU at hand, some seconds, and takes "
-        "the fastest that is right (docs/quantization.md).",
         json_schema_extra=about("Model"),
     )
     expert_weights: Literal["memory", "mapped"] = Field(
@@ -155,12 +148,6 @@ class ExecutorConfig(SimulationOptions):
         "specifies it, else the model's data type.",
         json_schema_extra=about("Memory"),
     )
-    attention_backend: Literal["auto", "triton", "gluon"] = Field(
-        "auto",
-        description="Kernel of prompts' attention on a GPU; gluon: one for compute capability 9.0 alone "
-        "that copies, multiplies and computes weights at once, and that no GPU has run; auto: triton (docs/gpu.md).",
-        json_schema_extra=about("Model"),
-    )
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
@@ -168,14 +155,6 @@ class ExecutorConfig(SimulationOptions):
         description="Share of the device's memory for weights, steps and KV; default: 0.9 of a GPU's memory, 0.5 of "
         "the free memory on the CPU.",
         json_schema_extra=about("Memory", "share"),
-    )
-    kernel_cache: str | None = Field(
-        None,
-        min_length=1,
-        description="Folder that keeps a GPU's compiled kernels and what the start found out about them, so that the "
-        "next start on such a GPU compiles and compares nothing; default: kernels in ~/.cache/cadenza, or below "
-        "XDG_CACHE_HOME (docs/gpu.md).",
-        json_schema_extra=about("Model"),
     )
     max_model_len: int | None = Field(
         None,
@@ -297,14 +276,6 @@ class ExecutorConfig(SimulationOptions):
         description="Folder below which LoRA adapters may be read; several times, or with commas, for several ones; "
         "default: any that the scheduler names.",
         json_schema_extra=about("Adapters"),
-    )
-    skinny_gemms: Literal["off", "auto", "on"] = Field(
-        "off",
-        description="On a GPU, decodes of 1 to 16 rows of plain models in 16 bits by Cadenza's own products, with "
-        "norms, rotations, activations and sums fused into them; auto: in those sizes in which the start finds them "
-        "right, and faster; on: in all. Not in exact mode, and not with adapters, ranks or a cache in fp8 "
-        "(docs/gpu.md).",
-        json_schema_extra=about("Batching"),
     )
     enforce_eager: bool = Field(
         False,

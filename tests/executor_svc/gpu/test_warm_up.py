@@ -89,9 +89,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """What has been compiled so far; under the interpreter, what a GPU's compiler would have compiled."""
     found: Compiled = set()
     # What earlier tests of this process have compiled is compiled again: from Triton's cache on disk.
-    for kernel in {entry.variant.kernel for entry in entries().values()}:
-        if isinstance(kernel, JITFunction):
-            kernel.device_caches.clear()
+    for entry in entries().values():
+        if isinstance(entry.variant.kernel, JITFunction):
+            entry.variant.kernel.device_caches.clear()
     run, compile_ = InterpretedFunction.run, JITFunction._do_compile
 
     def noted(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

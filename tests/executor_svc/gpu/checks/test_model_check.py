@@ -11,13 +11,13 @@ from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.gpu import linear as gpu_linear
-from executor_svc.gpu import stored_linear
 from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
 from executor_svc.gpu.choices.store import CheckStore
 from executor_svc.gpu.choices.ways import KernelChecks, KernelError
 from executor_svc.gpu.kernels import gpu_kernels as launches
 from executor_svc.gpu.kernels import norm
 from executor_svc.gpu.kernels.attention import plan as attention_plan
+from executor_svc.gpu.kernels.few_bits import linear as few_bits
 from executor_svc.models.decoder import Decoder
 from executor_svc.startup.speculation import load_speculative_model
 from tests.checkpoints import make_checkpoint
@@ -71,7 +71,7 @@ def test_weights_in_few_bits_agree_with_what_they_are_widened_to(
     check = model_check(model)
     assert compare_models([check]).reasons == {}
     expected = logits_of(model)
-    monkeypatch.setattr(stored_linear, "linear_few_bits", scaled(stored_linear.linear_few_bits, 3))
+    monkeypatch.setattr(few_bits, "linear_few_bits", scaled(few_bits.linear_few_bits, 3))
     model = loaded(tmp_path / "few bits", dtype="float16", quantization="none")
     check = model_check(model)
     compare_models([check])

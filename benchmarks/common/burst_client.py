@@ -37,9 +37,12 @@ def running_services(model: Path, **options: Any) -> Iterator[str]:
 
 @contextmanager
 def local_services(model: Path, **options: Any) -> Iterator[LocalServices]:
-    """As `running_services`, but yields the services."""
+    """As `running_services`, but yields the services.
+
+    Without drafts, as the peers: greedy outputs of random weights repeat themselves, and drafts would be right.
+    """
     events: list[str] = []
-    settings = {"device": "cpu", "skip_tokenizer_init": True, **options}
+    settings = {"device": "cpu", "skip_tokenizer_init": True, "speculative": "off", **options}
     with LocalServices(str(model), on_event=events.append, **settings) as services:
         yield services
     if events:

@@ -31,11 +31,11 @@ class Server:
     """Both services on this machine, with these `options`, while it is open.
 
     The prefix cache is off unless `enable_prefix_caching` is given; otherwise each load would hit the previous one's
-    prompts.
+    prompts. So are drafts, which would be right where outputs repeat themselves.
     """
 
     def __init__(self, model: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
-        self._services = LocalServices(model, **{"enable_prefix_caching": False, **options})
+        self._services = LocalServices(model, **{"enable_prefix_caching": False, "speculative": "off", **options})
 
     def __enter__(self) -> Server:
         return self

@@ -185,7 +185,7 @@ def measured(settings: RunSettings) -> Outcome:
     widths, prefixes = ((2,), (256,)) if settings.quick else ((2, 4, 6), (128, 512, 1024))
     num_sequences, num_prefixed = (48, 16) if settings.quick else (120, 80)
     repeats = 1 if settings.quick else 2
-    with LocalServices(DEMO_MODEL, num_gpu_blocks=_NUM_BLOCKS, **_OPTIONS) as services:
+    with LocalServices(DEMO_MODEL, num_gpu_blocks=_NUM_BLOCKS, speculative="off", **_OPTIONS) as services:
         shared = {
             (algorithm, width): _shared_on_cpu(
                 services.target, algorithm, width, num_sequences // width, settings.seed, repeats

@@ -185,6 +185,15 @@ def test_outputs_are_drafts_for_others_of_their_scope_only():
     assert drafts_after(driver, [1, 2, 3, 4, 5], 7) == []
 
 
+def test_a_text_is_continued_by_one_of_a_later_row_of_the_same_step():
+    driver = driver_of()
+    driver.admit(0, [], 1)
+    driver.append(0, [0, 1, 2, 3, 2])
+    assert driver.drafts([0]) == [[]]
+    driver.admit(1, [0, 1, 2, 3, 2, 7, 8], 1)
+    assert driver.drafts([0, 1])[0][:2] == [7, 8]
+
+
 def test_outputs_are_shared_while_they_grow():
     driver = driver_of()
     for slot in (0, 1):

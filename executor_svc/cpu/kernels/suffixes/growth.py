@@ -65,18 +65,34 @@ def _grow(emit: Emitter, automata: AutomatonCode, address: Int) -> None:
     """Emit `SuffixCode.grow`."""
     step = _GrowthStep(emit, address)
     step.outcome.set(DONE)
-    matches = Variable(emit, 0)
     with repeat_while(
         emit, lambda: both(emit, step.next_row.value.less(step.num_rows), step.outcome.value.equals(DONE))
     ):
-        slot = emit.load_int(step.rows + step.next_row.value * 8)
-        text = step.table + slot * (8 * len(TEXT_FIELDS))
+        slot, text = _text_at(emit, step, step.next_row.value)
+        with emit.builder.if_then(emit.integer(0).less(emit.load_int(text))):
+            _grow_text(emit, automata, step, _GrowingText(emit, step, slot, text))
+        with emit.builder.if_then(step.outcome.value.equals(DONE)):
+            step.next_row.set(step.next_row.value + 1)
+    with emit.builder.if_then(step.outcome.value.equals(DONE)):
+        _count_matches(emit, step)
+
+
+def _text_at(emit: Emitter, step: _GrowthStep, row: Int) -> tuple[Int, Int]:
+    """Return the slot of a row of the step, and the address of its text."""
+    slot = emit.load_int(step.rows + row * 8)
+    return slot, step.table + slot * (8 * len(TEXT_FIELDS))
+
+
+def _count_matches(emit: Emitter, step: _GrowthStep) -> None:
+    """Count the texts that match, once all have grown: one may continue what another ends with."""
+    row, matches = Variable(emit, 0), Variable(emit, 0)
+    with repeat_while(emit, lambda: row.value.less(step.num_rows)):
+        slot, text = _text_at(emit, step, row.value)
         matches.set(0)
         with emit.builder.if_then(emit.integer(0).less(emit.load_int(text))):
-            _grow_text(emit, automata, step, (slot, text), matches)
-        with emit.builder.if_then(step.outcome.value.equals(DONE)):
-            step.num_matching.set(step.num_matching.value + matches.value)
-            step.next_row.set(step.next_row.value + 1)
+            _match(emit, step, _GrowingText(emit, step, slot, text), matches)
+        step.num_matching.set(step.num_matching.value + matches.value)
+        row.set(row.value + 1)
 
 
 class _GrowingText:
@@ -95,11 +111,8 @@ class _GrowingText:
         self.tokens = step.token_ids + slot * step.row_bytes
 
 
-def _grow_text(
-    emit: Emitter, automata: AutomatonCode, step: _GrowthStep, at: tuple[Int, Int], matches: Variable
-) -> None:
-    """Emit what is done for a text; matches: set to 1 if it does."""
-    text = _GrowingText(emit, step, *at)
+def _grow_text(emit: Emitter, automata: AutomatonCode, step: _GrowthStep, text: _GrowingText) -> None:
+    """Emit what is done for a text."""
     end = _end_of(emit, step, text, step.own_ends, text.num_indexed.value)
     with emit.builder.if_then(step.outcome.value.equals(DONE)):
         automata.add_tokens(emit, text.own.value, text.tokens, end, text.own_place)
@@ -108,8 +121,6 @@ def _grow_text(
     is_shared = emit.integer(0).less(text.shared.value)
     with emit.builder.if_then(both(emit, step.outcome.value.equals(DONE), is_shared)):
         _share(emit, automata, step, text)
-    with emit.builder.if_then(step.outcome.value.equals(DONE)):
-        _match(emit, step, text, matches)
 
 
 def _end_of(emit: Emitter, step: _GrowthStep, text: _GrowingText, ends: Int, start: Int) -> Int:

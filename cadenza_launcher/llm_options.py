@@ -239,8 +239,8 @@ class LLMOptions(TypedDict, total=False):
     """Speculative decoding: where drafts of the next tokens come from; ngram: earlier places of the same text; suffix:
     these and other requests' texts, by frequency; draft: a smaller model; eagle3: a head that reads the model's hidden
     states; mtp: such a head in the model's own checkpoint; auto: suffix, else the smaller model or head if there is
-    one, on a GPU that alone, with as many drafts as pay. Default on a GPU and with --simulate: off. Tokens are the same
-    with each of them (docs/speculation.md). [default: auto]"""
+    one, on a GPU that alone, with as many drafts as pay. Off by default on a GPU, with --simulate, and for models with
+    recurrent layers. Tokens are the same with each of them (docs/speculation.md). [default: auto]"""
 
     speculative_model: str | None
     """With --speculative draft, eagle3 or auto: folder, GGUF file or hub id of a smaller model with the same

@@ -30,6 +30,7 @@ from executor_svc.startup.speculation import (
     make_draft_source,
     model_on_gpu,
     state_layers_of,
+    with_drafts_of,
 )
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.worker import Executor
@@ -55,7 +56,7 @@ def build_model(
     check_speculation(config, device.name)
     torch.set_num_threads(device.num_threads)
     report = StartReport(device)
-    loaded, draft, adapters = _load(config, device, report)
+    config, loaded, draft, adapters = _load(config, device, report)
     with report.part("largest steps"):
         step_bytes = _step_bytes(config, device, loaded, draft, adapters)
     pools = device.new_kv_cache(loaded.geometry, config, step_bytes, None if draft is None else draft.layers)
@@ -100,18 +101,19 @@ def build_model(
 
 def _load(
     config: ExecutorConfig, device: Device, report: StartReport
-) -> tuple[LoadedModel, Draft | None, ModelAdapterLoader | None]:
-    """Load all that has weights, and compare the kernels that compute with them."""
+) -> tuple[ExecutorConfig, LoadedModel, Draft | None, ModelAdapterLoader | None]:
+    """Load all that has weights, and compare the kernels that compute with them; settles the options."""
     with report.part("loading"):
         loaded = load_model(config, device, adapter_sizes(config, device))
         _log_model(loaded.geometry)
         report.takes("weights", loaded.geometry.weight_bytes)
+        config = with_drafts_of(config, loaded.geometry)
         draft = load_speculative_model(config, device, loaded)
         adapters = make_adapters(config, device, loaded)
         report.takes("drafts and adapters", 0)
     with report.part("comparing kernels"):
         check_kernels(config, device, loaded, draft)
-    return loaded, draft, adapters
+    return config, loaded, draft, adapters
 
 
 def _warm_up(executor: Executor, device: Device) -> None:

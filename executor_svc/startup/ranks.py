@@ -37,6 +37,7 @@ from executor_svc.startup.speculation import (
     load_speculative_model,
     make_draft_source,
     state_layers_of,
+    with_drafts_of,
 )
 from executor_svc.worker.step import StepExecutor
 from executor_svc.worker.worker import Executor
@@ -63,6 +64,7 @@ def build_divided(
         return build_first_on_gpus(config, device, leader)
     try:
         loaded = load_model(config, device, adapter_sizes(config, device), leader.join)
+        config = with_drafts_of(config, loaded.geometry)
         adapters = leader.make_adapters(loaded)
         draft = load_speculative_model(config, device, loaded)
         layers = None if draft is None else draft.layers
@@ -118,6 +120,7 @@ def build_member(config: ExecutorConfig, joined: Joined) -> tuple[StepExecutor |
         return make_ranks(device, joined.rank, config, spec, joined.exchanges, joined.meet)
 
     loaded = load_model(config, device, adapter_sizes(config, device), join)
+    config = with_drafts_of(config, loaded.geometry)
     adapters = make_adapters(config, device, loaded, joined.on_host)
     layers = layers_beside(loaded, joined.expect(Frame.LAYERS))
     pools = new_pools(loaded, device, config, adapters, joined.on_host, layers)

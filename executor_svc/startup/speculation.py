@@ -21,6 +21,7 @@ from executor_svc.models.heads.head import DraftHead
 from executor_svc.models.heads.mtp_loading import check_mtp, has_mtp, load_mtp
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.opened import open_checkpoint
+from executor_svc.plan.description import ModelGeometry
 from executor_svc.plan.limits import Limits
 from executor_svc.speculation.chained import ChainedSource
 from executor_svc.speculation.drafts import DraftSource
@@ -67,6 +68,17 @@ def check_speculation(config: ExecutorConfig, device_name: str) -> None:
             "--num-speculative-tokens, as each takes a row of the batch",
             config.max_num_seqs, config.max_num_seqs - 1, config.num_speculative_tokens,
         )  # fmt: skip
+
+
+def with_drafts_of(config: ExecutorConfig, geometry: ModelGeometry) -> ExecutorConfig:
+    """Return the options with the default source of drafts of a model: none for one with recurrent layers.
+
+    Their states would keep room for the rows of drafts: up to a quarter more memory for keys and values, too, as both
+    have pages of one size.
+    """
+    if _was_asked_for(config) or not any(each is not None for each in geometry.layer_states):
+        return config
+    return config.model_copy(update={"speculative": "off"})
 
 
 def load_speculative_model(config: ExecutorConfig, device: Device, target: LoadedModel) -> Draft | None:

@@ -36,7 +36,8 @@ def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     make_checkpoint(folder, request.param, tokenizer=True, vocab_size=VOCAB, max_position_embeddings=4096)
     sizes = "--num-gpu-blocks", "400", "--max-num-seqs", f"{NUM_SEQS}", "--max-num-batched-tokens", f"{NUM_SEQS}"
     options = "--tensor-parallel-size", "2", "--dtype", "float32", "--step-timeout-s", f"{STEP_TIMEOUT_S}"
-    running = Up(folder, tmp_path_factory.mktemp("up") / "log", *options, *sizes)
+    slow = "--speculative", "off"  # the load is to last until the fault
+    running = Up(folder, tmp_path_factory.mktemp("up") / "log", *options, *sizes, *slow)
     yield running
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(15) == 0, running.log

@@ -167,6 +167,7 @@ async def serving(golden: Golden, preemption: str, gate: Gate, **pools: int) -> 
             golden.folder,
             gate=gate,
             dtype="float32",
+            speculative="off",  # beams have no drafts, and states are smaller
             block_size=8,
             max_num_seqs=64,
             max_num_batched_tokens=96,

@@ -17,6 +17,7 @@ READERS = {
     "scheduler_svc/requests/chats/template.py": "today's date, for chat templates that say it",
     "scheduler_svc/recording/recording.py": "the time of a recording",
     "executor_svc/service/step_traces.py": "the times of spans",
+    "executor_svc/startup/gpu_report.py": "the seconds since the system started the process",
 }
 _CALLS = frozenset({"time", "time_ns", "now", "utcnow", "today"})
 

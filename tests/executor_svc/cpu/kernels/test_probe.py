@@ -73,7 +73,7 @@ def test_each_shape_is_probed_once_and_named(monkeypatch: pytest.MonkeyPatch) ->
         return "rows differ" if linear.out_features == 7 else None
 
     monkeypatch.setattr("executor_svc.cpu.device.probe_linear", probe)
-    device = CpuDevice(ExecutorConfig(model="m", num_threads=1))
+    device = CpuDevice(ExecutorConfig(model="m", num_threads=1, speculative="off"))
     shapes: list[tuple[str, tuple[Any, ...]]] = [("a", (5, 8)), ("b", (5, 8)), ("c", (8, 5))]
     for name, shape in shapes:
         device.prepare_linear(name, torch.ones(shape))

@@ -126,7 +126,7 @@ class ModelCheck:
         return reason
 
     def _key(self) -> str:
-        """Return what tells models apart whose operations launch other kernels."""
+        """Return a key: models with the same key launch the same kernels."""
         loaded, config = self.loaded, self.config
         parts = (
             loaded.spec_digest.hex(), loaded.geometry, self.device.isa, self.device.numerics, self.device.kv_dtype,

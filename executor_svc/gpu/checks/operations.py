@@ -1,4 +1,4 @@
-"""The operations that a recorded model has, each with what it must give, and labels that tell their kernels apart."""
+"""The operations that a recorded model has, each with its expected result, and a label for each kernel."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def bound(name: str, kernels: GpuStateKernels, args: Any, named: Any) -> dict[st
 
 
 def label_of(name: str, values: Mapping[str, Any]) -> str:
-    """Return what tells the kernels of calls apart: the operation, shapes and dtypes, without numbers of rows."""
+    """Return the label of the kernel of a call: the operation, shapes and dtypes, without numbers of rows."""
     parts = [text for key, value in values.items() if (text := _text(key, value))]
     return f"{name} ({', '.join(parts)})"
 

@@ -157,7 +157,7 @@ def sources_digest(folder: Path = _SOURCES) -> str:
 
 
 def _driver() -> str:
-    """Return the driver's version as Linux tells it, or nvidia-smi, which takes a second."""
+    """Return the driver's version from /proc, or by nvidia-smi, which takes a second."""
     with contextlib.suppress(OSError):
         # Its first line ends in the version, the date and nothing else that changes.
         return _DRIVER.read_text().partition("\n")[0]

@@ -118,6 +118,22 @@ def noted_launches(patch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def _launched_alike(executor: Any, step_id: int) -> list[list[list[Any]]]:
+    """Return the launches of three steps with the same prompt: the first is new, the second noted."""
+    size, strips = executor.limits.pages_per_state, executor.limits.num_tables
+    pages = [6 * size + 3 * strips + strip for strip in range(strips)]
+    prompt = sequence(4, [5] * 40, pages, state_pages=list(range(2 * size, 3 * size)))
+    released = {"released_slots": ints(4)}
+    alike: list[list[list[Any]]] = []
+    executor._runner.repeated = RepeatedParts()
+    for each in range(step_id, step_id + 3):
+        del launched[:]
+        fields = {"admitted": (prompt,), "scheduled": scheduled((4, 40, True))} | (released if alike else {})
+        executor.launch(plan(step_id=each, **fields), 0).result()
+        alike.append(list(launched))
+    return alike
+
+
 def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}") -> None:
     stub = ctypes.CDLL(str(Path(stub_folder, LIBRARY)), mode=ctypes.RTLD_GLOBAL)
     driver.set_active(StubbedDriver())
@@ -156,16 +172,7 @@ def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}
             executor.launch(plan(step_id=step_id, **fields), 0).result()
             launches.append(stub.stub_launches())
             by_step.append(Counter(names))
-        pages = [6 * size + 3 * strips + strip for strip in range(strips)]
-        prompt = sequence(4, [5] * 40, pages, state_pages=list(range(2 * size, 3 * size)))
-        released = {"released_slots": ints(4)}
-        alike: list[list[list[Any]]] = []
-        executor._runner.repeated = RepeatedParts()  # the first of three steps is new, the second noted
-        for step_id in range(len(steps) + 1, len(steps) + 4):
-            del launched[:]
-            fields = {"admitted": (prompt,), "scheduled": scheduled((4, 40, True))} | (released if alike else {})
-            executor.launch(plan(step_id=step_id, **fields), 0).result()
-            alike.append(list(launched))
+        alike = _launched_alike(executor, len(steps) + 1)
     seen = {
         "compiled": compiled[:num_at_start],
         "compiled_by_steps": compiled[num_at_start:],

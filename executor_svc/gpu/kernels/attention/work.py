@@ -7,6 +7,15 @@ import triton.language as tl
 
 from executor_svc.gpu.kernels.attention.tile import first_seen
 
+UNSPECIALIZED = {
+    "do_not_specialize": [
+        *("table_stride", "num_seqs", "num_tiles", "num_kv_heads"),
+        *("block_rows", "value_rows", "heads_at_once", "group"),
+    ],
+    "do_not_specialize_on_alignment": ["query_start_loc", "seq_lens", "block_tables", "sinks"],
+}
+"""Arguments of the Gluon kernel and its twin that change from step to step, of which no other build is made."""
+
 
 @triton.jit
 def find_sequence(query_start_loc, tile, num_seqs, tile_tokens):

@@ -247,18 +247,44 @@ def variants() -> list[Variant]:
 
 def _variant(kind: QuantFormat, tile: AllRowsTile, rows: str, out: str, columns: int = _COLUMNS) -> Variant:
     layout = FewBitsLayout(kind, columns)
+    return variant_of(
+        f"linear_all_rows {rows} {kind.name} rows{tile.rows} to {out}{'' if layout.half == 64 else ' narrow'}",
+        _linear_all_rows,
+        layout,
+        tile,
+        (f"*{rows}", f"*{out}"),
+        {"sums": "*fp32", "counters": "*i32", "rows": "i32", "each": "i32", "units": "i32"},
+        no_spills=tile.rows == 128,  # others up to 84 bytes, where a tile ends
+        quick=(kind.name, rows, tile.rows) == ("Q4_K", "bf16", 256),
+    )
+
+
+def variant_of(
+    name: str,
+    kernel: Any,
+    layout: FewBitsLayout,
+    tile: AllRowsTile,
+    dtypes: tuple[str, str],
+    more: dict[str, str],
+    *,
+    no_spills: bool,
+    quick: bool,
+) -> Variant:
+    """Return the variant of a kernel of `sums_of_steps`.
+
+    dtypes: pointers to rows and results. more: types of arguments beside the weight's, rows, results and bias.
+    """
     planes, known = plane_arguments(layout)
     constants = constants_of(layout, tile) | known
-    pointers = {"x": f"*{rows}", **planes, "bias": "*fp32", "out": f"*{out}", "sums": "*fp32", "counters": "*i32"}
-    sizes = (
-        "rows", "out_features", "in_features", "out_stride", "steps", "span", "super_span", "each", "units",
-    )  # fmt: skip
+    pointers = {"x": dtypes[0], **planes, "bias": "*fp32", "out": dtypes[1]}
+    pointers |= {name: kind for name, kind in more.items() if kind.startswith("*")}
+    sizes = dict.fromkeys(("out_features", "in_features", "out_stride", "steps", "span", "super_span"), "i32") | more
     return Variant(
-        name=f"linear_all_rows {rows} {kind.name} rows{tile.rows} to {out}{'' if layout.half == 64 else ' narrow'}",
-        kernel=_linear_all_rows,
+        name=name,
+        kernel=kernel,
         signature={
             **pointers,
-            **{name: "i32" for name in sizes if name not in constants},
+            **{name: kind for name, kind in sizes.items() if name not in constants and name not in pointers},
             **dict.fromkeys(constants, "constexpr"),
         },
         constants=constants,
@@ -268,7 +294,7 @@ def _variant(kind: QuantFormat, tile: AllRowsTile, rows: str, out: str, columns:
         fp_fusion=False,
         max_registers=tile.max_registers,
         archs=(90,),
-        no_spills=tile.rows == 128,  # others up to 84 bytes, where a tile ends
+        no_spills=no_spills,
         wgmma=True,
-        quick=(kind.name, rows, tile.rows) == ("Q4_K", "bf16", 256),
+        quick=quick,
     )

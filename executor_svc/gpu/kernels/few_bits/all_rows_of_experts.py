@@ -11,9 +11,9 @@ from torch import Tensor
 
 from executor_svc.device.stored_linear import QuantFormat
 from executor_svc.gpu.kernels.experts.blocks import RowBlocks, block_of
-from executor_svc.gpu.kernels.few_bits.all_rows import constants_of, sums_of_steps, write_sums
+from executor_svc.gpu.kernels.few_bits.all_rows import constants_of, sums_of_steps, variant_of, write_sums
 from executor_svc.gpu.kernels.few_bits.all_rows_tiles import AllRowsTile, all_rows_tile
-from executor_svc.gpu.kernels.few_bits.layout import FewBitsLayout, FewBitsWeight, plane_arguments
+from executor_svc.gpu.kernels.few_bits.layout import FewBitsLayout, FewBitsWeight
 from executor_svc.gpu.kernels.few_bits.linear import COMMON, RARE, check_arguments
 from executor_svc.gpu.kernels.variant import Variant
 
@@ -81,27 +81,13 @@ def variants() -> list[Variant]:
 
 
 def _variant(kind: QuantFormat, tile: AllRowsTile) -> Variant:
-    layout = FewBitsLayout(kind, _COLUMNS)
-    planes, known = plane_arguments(layout)
-    constants = constants_of(layout, tile) | known
-    pointers = {"x": "*bf16", **planes, "bias": "*fp32", "out": "*bf16", "blocks": "*i32", "num_blocks": "*i32"}
-    sizes = ("out_features", "in_features", "out_stride", "steps", "span", "super_span")
-    return Variant(
-        name=f"experts_all_rows {kind.name} rows{tile.rows}",
-        kernel=_experts_all_rows,
-        signature={
-            **pointers,
-            **{name: "i32" for name in sizes if name not in constants},
-            **dict.fromkeys(constants, "constexpr"),
-        },
-        constants=constants,
-        divisible=(*pointers, "out_features", "in_features", "out_stride"),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        fp_fusion=False,
-        max_registers=tile.max_registers,
-        archs=(90,),
+    return variant_of(
+        f"experts_all_rows {kind.name} rows{tile.rows}",
+        _experts_all_rows,
+        FewBitsLayout(kind, _COLUMNS),
+        tile,
+        ("*bf16", "*bf16"),
+        {"blocks": "*i32", "num_blocks": "*i32"},
         no_spills=True,
-        wgmma=True,
         quick=kind.name == "mxfp4" and tile.rows == 32,
     )

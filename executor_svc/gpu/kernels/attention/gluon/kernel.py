@@ -26,7 +26,7 @@ from executor_svc.gpu.kernels.attention.tile import (
     weights_of,
     with_sink,
 )
-from executor_svc.gpu.kernels.attention.work import first_row_of, keys_of, prompt_of, seen_values
+from executor_svc.gpu.kernels.attention.work import UNSPECIALIZED, first_row_of, keys_of, prompt_of, seen_values
 
 
 @gluon.jit
@@ -212,19 +212,7 @@ def _consume(
     gl.store(places, query.load(of_lines), there)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "table_stride",
-        "num_seqs",
-        "num_tiles",
-        "num_kv_heads",
-        "block_rows",
-        "value_rows",
-        "heads_at_once",
-        "group",
-    ],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "sinks"],
-)
+@gluon.jit(**UNSPECIALIZED)
 def prompt_kernel(
     q, cache, query_start_loc, seq_lens, block_tables, out, sinks, q_stride, table_stride, num_seqs, num_tiles,
     num_kv_heads, block_rows, value_rows, heads_at_once, group, scale, softcap, HEAD_SIZE: gl.constexpr,

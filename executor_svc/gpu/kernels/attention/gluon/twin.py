@@ -16,22 +16,10 @@ from executor_svc.gpu.kernels.attention.tile import (
     weigh,
     with_sink,
 )
-from executor_svc.gpu.kernels.attention.work import first_row_of, keys_of, prompt_of, seen_values
+from executor_svc.gpu.kernels.attention.work import UNSPECIALIZED, first_row_of, keys_of, prompt_of, seen_values
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "num_seqs",
-        "num_tiles",
-        "num_kv_heads",
-        "block_rows",
-        "value_rows",
-        "heads_at_once",
-        "group",
-    ],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_tables", "sinks"],
-)
+@triton.jit(**UNSPECIALIZED)
 def prompt_twin(
     q, cache, query_start_loc, seq_lens, block_tables, out, sinks, q_stride, table_stride, num_seqs, num_tiles,
     num_kv_heads, block_rows, value_rows, heads_at_once, group, scale, softcap, HEAD_SIZE: tl.constexpr,

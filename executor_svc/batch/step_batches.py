@@ -5,6 +5,8 @@ Making tensors takes long in such a step, as the model's weights leave no cache 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -16,6 +18,9 @@ from executor_svc.plan.arrays import IntArray
 
 _SPARE_BLOCKS = 16
 """Entries of block tables behind those of the longest sequence: as many blocks may come before all is made anew."""
+_FEW_ROWS = 4
+"""Rows, at most, that are set one by one: with caches that weights have passed through, an operation of numpy takes
+some 20 us, and may leave the interpreter's lock to another thread."""
 
 
 class StepBatches:
@@ -27,18 +32,20 @@ class StepBatches:
 
     def build(self, scheduled: Scheduled, places: IntArray | None, states: StepStates | None) -> ForwardBatch | None:
         """Arguments as in `build_batch`."""
-        plain = scheduled.is_one_each and len(scheduled.slots) and self._slots.limits.num_tables == 1
-        if not plain or places is not None or states is not None:
+        if not scheduled.is_one_each or not len(scheduled.slots):
             return build_batch(self._slots, scheduled, places, states)
         decode = self._decode
         if decode is None or decode.scheduled is not scheduled or not decode.set():
             decode = self._decode = DecodeTensors(self._slots, scheduled)
             decode.set()
-        return decode.batch
+        if places is None and states is None:
+            return decode.batch
+        own = None if places is None else places[scheduled.slots]
+        return replace(decode.batch, adapter_places=own, states=states)
 
 
 class DecodeTensors:
-    """The tensors of one token for each of a step's S slots, without adapters, states and KV groups."""
+    """The tensors of one token for each of a step's S slots, without adapters and states."""
 
     def __init__(self, slots: Slots, scheduled: Scheduled) -> None:
         self.scheduled = scheduled
@@ -47,36 +54,60 @@ class DecodeTensors:
         longest = int(slots.num_computed_tokens[self._rows].max()) + 1
         self._width = min(limits.max_blocks_per_seq, -(-longest // limits.block_size) + _SPARE_BLOCKS)
         self._num_prompt_tokens = slots.num_prompt_tokens[self._rows]
-        self._token_ids, self._positions, self._mapping, self._rope_lens, self._blocks, self._offsets = (
-            np.zeros(num_rows, np.int64) for _ in range(6)
-        )
+        self._each = list(zip(self._rows.tolist(), self._num_prompt_tokens.tolist(), strict=True))
+        self._token_ids, self._positions, self._rope_lens = (np.zeros(num_rows, np.int64) for _ in range(3))
+        self._mapping = np.zeros((limits.num_tables, num_rows), np.int64)
         self._seq_lens = np.zeros(num_rows, np.int32)
-        self._tables = np.zeros((num_rows, self._width), np.int32)
+        self._tables = np.zeros((num_rows, limits.num_tables, self._width), np.int32)
         self._tables_of: int | None = None
+        only = limits.num_tables == 1
         self.batch = ForwardBatch(
             token_ids=torch.from_numpy(self._token_ids),
             positions=torch.from_numpy(self._positions),
-            slot_mapping=torch.from_numpy(self._mapping),
+            slot_mapping=torch.from_numpy(self._mapping[0] if only else self._mapping),
             query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32),
             seq_lens=torch.from_numpy(self._seq_lens),
-            block_tables=torch.from_numpy(self._tables),
+            block_tables=torch.from_numpy(self._tables[:, 0] if only else self._tables),
             logits_rows=torch.arange(num_rows),
             rope_lens=torch.from_numpy(self._rope_lens),
         )
 
     def set(self) -> bool:
         """Set the next step; returns False for a sequence that has outgrown the block tables."""
-        slots, rows, positions, size = self._slots, self._rows, self._positions, self._slots.limits.block_size
-        slots.num_computed_tokens.take(rows, out=positions)
-        np.divmod(positions, size, out=(self._blocks, self._offsets))
-        if self._blocks.max() >= self._width:
+        slots = self._slots
+        if not (self._set_each() if len(self._each) <= _FEW_ROWS else self._set_all()):
             return False
         if self._tables_of != slots.tables_version:
-            self._tables[:] = slots.block_tables[rows, : self._width]
+            self._tables[:] = slots.tables[self._rows, :, : self._width]
             self._tables_of = slots.tables_version
+        return True
+
+    def _set_each(self) -> bool:
+        """Set all but the tables, row by row."""
+        slots, size, mapping = self._slots, self._slots.limits.block_size, self._mapping
+        for row, (slot, num_prompt_tokens) in enumerate(self._each):
+            position = slots.num_computed_tokens.item(slot)
+            block, offset = divmod(position, size)
+            if block >= self._width:
+                return False
+            self._positions[row] = position
+            self._token_ids[row] = slots.token_ids.item(slot, position)
+            self._seq_lens[row] = position + 1
+            self._rope_lens[row] = max(position + 1, num_prompt_tokens)
+            for table in range(len(mapping)):
+                mapping[table, row] = slots.tables.item(slot, table, block) * size + offset
+        return True
+
+    def _set_all(self) -> bool:
+        """As `_set_each`, for all rows at once."""
+        slots, rows, size = self._slots, self._rows, self._slots.limits.block_size
+        positions = slots.num_computed_tokens.take(rows, out=self._positions)
+        blocks, offsets = np.divmod(positions, size)
+        if blocks.max() >= self._width:
+            return False
         self._token_ids[:] = slots.token_ids[rows, positions]
-        np.multiply(slots.block_tables[rows, self._blocks], size, out=self._mapping)
-        self._mapping += self._offsets
+        np.multiply(slots.tables[rows, :, blocks].T, size, out=self._mapping)
+        self._mapping += offsets
         np.add(positions, 1, out=self._rope_lens)
         self._seq_lens[:] = self._rope_lens
         np.maximum(self._rope_lens, self._num_prompt_tokens, out=self._rope_lens)

@@ -43,6 +43,9 @@ _LOG = logging.getLogger(__name__)
 _RECONNECT_S = 0.2
 _REFUSED_S = 1.0
 """Time until the description of an executor that does not fit is read again: another may have replaced it."""
+_TIMER_S = 1e-3
+"""The step of the event loop's timers (uvloop counts milliseconds): what is due sooner is due now. A timer for less
+runs at once, again and again."""
 _FEW_OUTPUTS = 32
 """They are delivered in 0.1 ms (measured)."""
 
@@ -324,7 +327,7 @@ class PlanLoop:
                 if not inflight:
                     return
                 due = self._pacer.due(inflight[0].most_tokens)
-                if due <= self._clock.monotonic():
+                if due - self._clock.monotonic() < _TIMER_S:
                     return
             await self._wait_for_outputs(due)
 

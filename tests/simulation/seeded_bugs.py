@@ -126,6 +126,7 @@ SEEDED_BUGS = (
         "accepted drafts do not bring a sequence nearer to its greatest length",
         "scheduler_svc.core.sequences.decode_batch", "DecodeBatch.correct",
         "self._last_token_calendar[last_at - num_more]", "self._last_token_calendar[last_at]",
+        found_in=42,
     ),
     SeededBug(
         "beams have drafts",

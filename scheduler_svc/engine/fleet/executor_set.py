@@ -364,8 +364,8 @@ class ExecutorSet:
         self._faults.count_suspects(member)
 
     def _wake_idle(self) -> None:
-        """Wake the loops that had nothing to plan, while requests wait."""
-        if len(self._members) > 1 and self._core.waiting:
+        """Wake the loops that had nothing to plan, while requests wait, be it for an adapter."""
+        if len(self._members) > 1 and (self._core.waiting or self._core.adapters.parked):
             for member in self._members.values():
                 if member.loop.idle:
                     member.loop.wake()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,26 +17,29 @@ from cadenza_common.plan.plan import AdmittedSequence, StepPlan
 from cadenza_common.plan.result import SlotError, StepTimings
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch import slots as slots_module
-from executor_svc.batch import step_result
+from executor_svc.batch import step_batches, step_result
 from executor_svc.batch.forward_batch import ForwardBatch, build_batch
 from executor_svc.batch.prompt_rows import prompt_rows
 from executor_svc.batch.scheduled import SampledRows, Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_batches import StepBatches
 from executor_svc.batch.step_result import Computed, SampledTokens, make_result
+from executor_svc.plan.limits import GroupShape, Limits
+from tests.helpers.executor.group_plans import in_groups
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 from tests.helpers.scheduler.fake_executor import LIMITS
 
 STOP = 7
 MOST = 30
 """Tokens of a sequence; prompts have up to ten."""
+GROUPS = replace(LIMITS, num_device_blocks=256, kv_groups=(GroupShape(0, 2), GroupShape(9, 1)))
 
 
 class Pair:
     """Slots that keep what they can, and slots that keep nothing, with the same plans."""
 
-    def __init__(self) -> None:
-        self.kept, self.anew = Slots(LIMITS), Slots(LIMITS)
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.kept, self.anew = Slots(limits), Slots(limits)
         self.batches = StepBatches(self.kept)
         self.num_kept = 0
 
@@ -66,8 +71,8 @@ def check_batch(found: ForwardBatch | None, expected: ForwardBatch | None) -> No
     for name in (field.name for field in dataclasses.fields(ForwardBatch)):
         one, other = getattr(found, name), getattr(expected, name)
         if name == "block_tables":
-            one = one[:, : other.shape[1]]
-        assert one is other if other is None else torch.equal(one, other), name
+            one = one[..., : other.shape[-1]]
+        assert one is other if other is None else torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
 
 
 def admit(draw: Any, slot: int) -> AdmittedSequence:
@@ -113,14 +118,20 @@ def next_plan(draw: Any, slots: Slots) -> StepPlan:
     return plan(decode_ready=True, appends=columns(*appends), **fields)
 
 
-@given(data=st.data(), num_steps=st.integers(1, 25))
-def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject, num_steps: int) -> None:
-    pair, draw = Pair(), data.draw
+@pytest.mark.parametrize("limits", [LIMITS, GROUPS], ids=["one table", "KV groups"])
+@given(data=st.data(), num_steps=st.integers(1, 25), few=st.sampled_from([0, step_batches._FEW_ROWS]))
+def test_what_is_kept_is_what_would_be_made_anew(limits: Limits, data: st.DataObject, num_steps: int, few: int) -> None:
+    with patch.object(step_batches, "_FEW_ROWS", few):
+        _check_steps(Pair(limits), data.draw, num_steps)
+
+
+def _check_steps(pair: Pair, draw: Any, num_steps: int) -> None:
     for _ in range(num_steps):
         if (pair.kept.num_tokens[pair.kept.admitted] > MOST).any():
             return
-        found, expected = pair.schedule(next_plan(draw, pair.kept))
-        check_batch(pair.batches.build(found, None, None), build_batch(pair.anew, expected))
+        found, expected = pair.schedule(in_groups(next_plan(draw, pair.kept), pair.kept.limits))
+        places = draw(st.sampled_from([None, np.arange(LIMITS.num_slots) % 3 - 1]))
+        check_batch(pair.batches.build(found, places, None), build_batch(pair.anew, expected, places))
         if found.is_one_each:
             assert prompt_rows(pair.kept, found) is None
             assert prompt_rows(pair.anew, dataclasses.replace(expected, is_one_each=False)) is None
@@ -134,12 +145,13 @@ def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject, num_steps:
             assert np.array_equal(getattr(pair.kept, name), getattr(pair.anew, name)), name
 
 
-def test_decodes_that_go_on_are_kept() -> None:
+@pytest.mark.parametrize("limits", [LIMITS, GROUPS], ids=["one table", "KV groups"])
+def test_decodes_that_go_on_are_kept(limits: Limits) -> None:
     """Or the test above would compare nothing."""
-    pair = Pair()
+    pair = Pair(limits)
     joining = tuple(sequence(slot, [20, 21, 22], [slot * 5, slot * 5 + 1], 0) for slot in range(3))
     first = plan(admitted=joining, scheduled=scheduled(*((slot, 3, True) for slot in range(3))))
-    for step in (first, *[plan(decode_ready=True)] * 5):
+    for step in (in_groups(first, limits), *[plan(decode_ready=True)] * 5):
         found, expected = pair.schedule(step)
         before = pair.batches._decode
         check_batch(pair.batches.build(found, None, None), build_batch(pair.anew, expected))

@@ -70,7 +70,9 @@ class TurnWatch:
                 how = f"{step.planned_at - turn.since:.3f} s after its turn began, with {turn.num_passed} before it"
                 self._fail(lane, turn.group, late[0], how)
         if waits is None:
-            self._check_nobody_waits(lane, joined)
+            # The group that had the turn has begun, and others with its adapter: the next one gets it in the next plan.
+            if turn is None or turn.group not in begun:
+                self._check_nobody_waits(lane, joined)
             self._turns.pop(lane, None)
         elif turn is None or turn.group is not waits:
             self._turns[lane] = _Turn(waits, step.planned_at)
@@ -78,6 +80,10 @@ class TurnWatch:
         else:
             self._world.counts["groups that passed a turn"] += len(late)
             turn.num_passed += len(late)
+
+    def forget(self, lane: Lane) -> None:
+        """A drain has ended: its groups went to others or were placed again, so that nobody had a turn meanwhile."""
+        self._turns.pop(lane, None)
 
     def _check_nobody_waits(self, lane: Lane, joined: list[SequenceGroup]) -> None:
         """First come, first served: what a later group with another adapter has passed has a turn."""

@@ -112,7 +112,7 @@ class AdapterFaults:
             if not load.done() and world.loop.time() > idle_since + _ANSWERED_S + world.paused_s:
                 load.cancel()
                 await asyncio.wait([load])
-                if not world.fenced:
+                if not world.partly_fenced:
                     world.fail(Violation(f"the load of {name} is never answered"))
                 return
         try:

@@ -186,9 +186,15 @@ async def _until_ended(world: World, clients: list[Client], reading: list[asynci
             asked_to_start = True
             world.core.drain(True)
             world.engine.executors.wake()
-        if now > world.quiet_at + BOUND_S + world.paused_s:
+        if now > world.quiet_at + BOUND_S + world.paused_s + _load_timeout_s(world):
             waiting = [task.get_name() for task in reading if not task.done()]
             raise Violation(f"{waiting} wait for ever: {_state(world)}")
+
+
+def _load_timeout_s(world: World) -> float:
+    """How long requests may wait for adapters that nobody loads while another scheduler holds an executor."""
+    waits = world.partly_fenced and world.core.adapters.parked
+    return world.scenario.config.lora_load_timeout_s if waits else 0.0
 
 
 def _state(world: World) -> str:

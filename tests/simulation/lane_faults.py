@@ -100,6 +100,8 @@ class LaneFaults:
             await asyncio.sleep(max(0.0, ends_at - world.loop.time()))
             world.engine.executors.resume(target)
             host.note("resumed")
+            if host.lane is not None:
+                world.turns.forget(host.lane)
         except UnknownExecutorError:
             if host.member is not None:
                 raise

@@ -136,6 +136,11 @@ class World:
         return [host for host in self.hosts if host.member is not None]
 
     @property
+    def partly_fenced(self) -> bool:
+        """Whether another scheduler holds one of them, perhaps the only one that can load an adapter."""
+        return any(host.address.fenced for host in self.present_hosts)
+
+    @property
     def fenced(self) -> bool:
         """Whether another scheduler holds all executors of this one."""
         present = self.present_hosts

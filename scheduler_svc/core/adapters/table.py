@@ -56,6 +56,11 @@ class AdapterTable:
         """Number of answers of executors, of sessions, and of executors that left."""
         self._last_index = 0
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a request waits for an adapter outside of the queue, or one is to be loaded for none."""
+        return bool(self.parked or self._wanted)
+
     def register(self, registered: AdapterRegistered) -> None:
         """Add an adapter; raises InvariantError for an index that was used before."""
         if registered.index <= self._last_index:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.lanes.planned_step import PlannedStep
-from scheduler_svc.core.placement.candidates import check_fits_one, count_field
+from scheduler_svc.core.placement.candidates import check_fits_one, count_field, may_continue
 from scheduler_svc.core.queues.passed import PassedOver
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, held_slot
@@ -56,6 +56,9 @@ def admit(
             break
         if max_rank is not None and order.rank(order.subqueue(group)) >= max_rank:
             break
+        if _goes_elsewhere(requests, lane, group):
+            passed.add(group)
+            continue
         if not lane.adapters.has_place(group, lane.running.num_by_adapter, step.planned_at):
             _pass_over(requests, lane, group, passed, step.planned_at)
             continue
@@ -87,6 +90,15 @@ def admit(
     num_joined = admissions.num_admitted - num_before
     requests.policies.batching.record_admissions(lane, num_joined, memory_is_full=memory_is_full)
     return fully_planned
+
+
+def _goes_elsewhere(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:
+    """Whether a lane cannot go on with a group, which is placed again then: its first token came after it was placed
+    here, from an executor of other numerics."""
+    if not group.was_admitted or may_continue(lane, group):
+        return False
+    requests.placer.replace(group)
+    return True
 
 
 def _is_free(requests: RequestTable, lane: Lane, step: PlannedStep, group: SequenceGroup) -> bool:

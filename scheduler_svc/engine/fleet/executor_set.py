@@ -364,8 +364,8 @@ class ExecutorSet:
         self._faults.count_suspects(member)
 
     def _wake_idle(self) -> None:
-        """Wake the loops that had nothing to plan, while requests wait, be it for an adapter."""
-        if len(self._members) > 1 and (self._core.waiting or self._core.adapters.parked):
+        """Wake the loops that had nothing to plan, while requests wait, or an adapter: its place may be free now."""
+        if len(self._members) > 1 and (self._core.waiting or self._core.adapters.is_awaited):
             for member in self._members.values():
                 if member.loop.idle:
                     member.loop.wake()

@@ -22,6 +22,9 @@ def spans(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
     return owner, places
 
 
+_NONE = np.zeros(0, np.int64)
+
+
 class SlotLists:
     """A list for each slot, with one or more columns; each column is a flat array that holds all lists.
 
@@ -53,6 +56,8 @@ class SlotLists:
 
     def locate(self, slots: IntArray) -> tuple[IntArray, IntArray]:
         """Return (index into slots, place in the columns) of every element of these slots' lists, in order."""
+        if not self._end:
+            return _NONE, _NONE
         return spans(self._starts[slots], self._lengths[slots])
 
     def _grow(self, length: int) -> None:

@@ -35,10 +35,12 @@ class SlotSampling:
         # The concatenated tokens of a slot's words, and the number of tokens of the word that follow each.
         self.bad_words = SlotLists(n, np.int32, np.int32)
         self._counts: TokenCounts | None = None
+        self._last: tuple[IntArray, tuple[Need, ...], dict[str, Any]] | None = None
+        """What `rows` returned last, for the same slots: they come again in every step that lets all go on."""
 
     def admit(self, sequence: AdmittedSequence) -> None:
         """Store a sequence's parameters, which are checked already, and count its tokens if it has penalties."""
-        slot, sampling = sequence.slot, sequence.sampling
+        slot, sampling, self._last = sequence.slot, sequence.sampling, None
         numbers = stored(sampling)
         for name, value in numbers.items():
             self._numbers[name][slot] = value
@@ -67,8 +69,10 @@ class SlotSampling:
         return self._numbers[name]
 
     def rows(self, slots: IntArray, *needs: Need) -> dict[str, Any]:
-        """Return the columns of parameters with these needs, by name, for these slots; [n] each."""
-        return {name: self._numbers[name][slots] for name in column_names(*needs)}
+        """Return the columns of parameters with these needs, by name, for these slots; [n] each, to be read only."""
+        if self._last is None or self._last[0] is not slots or self._last[1] != needs:
+            self._last = slots, needs, {name: self._numbers[name][slots] for name in column_names(*needs)}
+        return self._last[2]
 
     def on(self, need: Need) -> BoolArray:
         """Return [num_slots]: whether the slot has a parameter with this need that is on."""

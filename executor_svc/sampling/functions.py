@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor_svc.plan.arrays import FloatArray, IntArray
+from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 from executor_svc.sampling.noise import uniform
 
 
@@ -26,6 +26,26 @@ class WholeDraws:
     """The smallest scaled logit that is kept; None: all are kept."""
     keys: IntArray
     """Of the noise."""
+
+    def take(self, rows: IntArray) -> WholeDraws:
+        """Return some of the draws, ascending."""
+        if len(rows) == len(self.rows):
+            return self
+        floor = None if self.floor is None else self.floor[rows]
+        return WholeDraws(self.rows[rows], self.peak[rows], self.temperature[rows], floor, self.keys[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixDraws:
+    """Draws of n rows from what top_k and top_p leave of their most likely tokens."""
+
+    whole: WholeDraws
+    top_k: IntArray
+    """[n]; the vocabulary size means off."""
+    top_p: FloatArray
+    """[n] float64; 1 means off."""
+    ids: IntArray
+    """[n, size] the most likely tokens, best first, ties to the lowest id."""
 
 
 class RowFunctions(Protocol):
@@ -58,6 +78,13 @@ class RowFunctions(Protocol):
         """
         ...
 
+    def draw_prefix(self, logits: Tensor, draws: PrefixDraws) -> tuple[IntArray, BoolArray] | None:
+        """Return a token [n] for each draw, and whether its candidates were enough [n]: otherwise it is undefined.
+
+        logits: as in `draw`. None: this device has no such function, or not for so many candidates.
+        """
+        ...
+
 
 class TorchFunctions:
     """PyTorch's functions, for GPUs: on the CPU their bits depend on the processor."""
@@ -73,6 +100,9 @@ class TorchFunctions:
         return torch.neg(v, out=v).log1p_().neg_().log_().neg_()
 
     def draw(self, logits: Tensor, draws: WholeDraws) -> IntArray | None:
+        return None
+
+    def draw_prefix(self, logits: Tensor, draws: PrefixDraws) -> tuple[IntArray, BoolArray] | None:
         return None
 
 

@@ -23,7 +23,7 @@ from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 from executor_svc.sampling.columns import SamplingColumns
 from executor_svc.sampling.floors import row_floors
-from executor_svc.sampling.functions import RowFunctions, WholeDraws
+from executor_svc.sampling.functions import PrefixDraws, RowFunctions, WholeDraws
 from executor_svc.sampling.logits_processors import process
 from executor_svc.sampling.logprobs import row_logprobs
 from executor_svc.sampling.noise import DrawPurpose, row_keys
@@ -103,13 +103,13 @@ def _draw(
     if not searched.all():
         (full,) = (~searched).nonzero()
         tokens[full] = _draw_from_all(logits, rows[full], best[full], columns.take(full), functions)
-    drawn = _LogitsRows.of(logits, rows, best, columns, functions)
+    race = _PrefixRace(logits, rows, best, columns, functions)
     (pending,) = searched.nonzero()
     for size in (*_PREFIXES, vocab):
-        ready = pending[(top_k[pending] <= size) | ~limited[pending] | (size >= vocab)]
-        undecided: list[IntArray] = [pending[~np.isin(pending, ready)]]
+        is_ready = (top_k[pending] <= size) | ~limited[pending] | (size >= vocab)
+        ready, undecided = pending[is_ready], [pending[~is_ready]]
         for chunk in chunks(ready, vocab):
-            chosen, decided = _race_prefix(drawn.take(chunk), min(size, vocab))
+            chosen, decided = race.draw(chunk, min(size, vocab))
             tokens[chunk[decided]] = chosen[decided]
             undecided.append(chunk[~decided])
         pending = np.sort(np.concatenate(undecided))
@@ -123,14 +123,44 @@ def _draw_from_all(
 ) -> IntArray:
     """As `_draw`, for rows without top_k and top_p."""
     if logits.device.type == "cpu":
-        peak, keys = logits.numpy()[rows, best], _keys(columns)
-        floor = row_floors(logits, rows, torch.from_numpy(peak[:, None]), columns.numbers)
-        kept = None if floor is None else floor.numpy()[:, 0]
-        tokens = functions.draw(logits, WholeDraws(rows, peak, columns["temperature"], kept, keys))
+        tokens = functions.draw(logits, _whole_draws(logits, rows, best, columns))
         if tokens is not None:
             return tokens
     result: IntArray = _race_all(_LogitsRows.of(logits, rows, best, columns, functions)).cpu().numpy()
     return result
+
+
+def _whole_draws(logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns) -> WholeDraws:
+    """Return the draws of `_draw` from all tokens; logits on the CPU."""
+    peak = logits.numpy()[rows, best]
+    floor = row_floors(logits, rows, torch.from_numpy(peak[:, None]), columns.numbers)
+    kept = None if floor is None else floor.numpy()[:, 0]
+    return WholeDraws(rows, peak, columns["temperature"], kept, _keys(columns))
+
+
+class _PrefixRace:
+    """Draws of n rows from their most likely tokens; arguments as of `_draw`."""
+
+    def __init__(
+        self, logits: Tensor, rows: IntArray, best: IntArray, columns: SamplingColumns, functions: RowFunctions
+    ) -> None:
+        self._given = logits, rows, best, columns, functions
+        self._whole = _whole_draws(logits, rows, best, columns) if logits.device.type == "cpu" else None
+        self._in_rows: _LogitsRows | None = None
+
+    def draw(self, chunk: IntArray, size: int) -> tuple[IntArray, BoolArray]:
+        """Draw for some of the rows; returns tokens, and whether `size` tokens were enough, as `_race_prefix`."""
+        logits, rows, _, columns, functions = self._given
+        if self._whole is not None:
+            whole, limits = self._whole.take(chunk), columns["top_k"][chunk]
+            limits = np.where(limits > 0, limits, logits.shape[1])
+            ids = top_ids(logits, size, rows[chunk]).numpy()
+            found = functions.draw_prefix(logits, PrefixDraws(whole, limits, columns["top_p"][chunk], ids))
+            if found is not None:
+                return found
+        if self._in_rows is None:
+            self._in_rows = _LogitsRows.of(*self._given)
+        return _race_prefix(self._in_rows.take(chunk), size)
 
 
 def _keys(columns: SamplingColumns) -> IntArray:

@@ -14,10 +14,11 @@ from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.functions import exp
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
 from executor_svc.cpu.kernels.drawing.noise import VI64, every_long, gumbel, in_every_lane, uniform
+from executor_svc.cpu.kernels.drawing.prefix import PrefixRace
 from executor_svc.cpu.kernels.drawing.race import Race
-from executor_svc.plan.arrays import IntArray
+from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.portable_math import log as portable_log
-from executor_svc.sampling.functions import WholeDraws
+from executor_svc.sampling.functions import PrefixDraws, WholeDraws
 
 _PIECE = 8192
 """Numbers of a row that an item computes."""
@@ -30,7 +31,7 @@ class CpuRowFunctions:
     def __init__(self, code: Code, team: Team) -> None:
         self._team = team
         self._exp, self._gumbel = _exp_kernel(code), _gumbel_kernel(code)
-        self._race = Race(code, team)
+        self._race, self._prefix_race = Race(code, team), PrefixRace(code, team)
         self._programs: dict[tuple[str, int], LaunchProgram] = {}
         """By kernel and pieces of a row: to make one takes longer than to run it for few rows."""
 
@@ -53,6 +54,9 @@ class CpuRowFunctions:
 
     def draw(self, logits: Tensor, draws: WholeDraws) -> IntArray | None:
         return self._race.draw(logits, draws)
+
+    def draw_prefix(self, logits: Tensor, draws: PrefixDraws) -> tuple[IntArray, BoolArray] | None:
+        return self._prefix_race.draw(logits, draws)
 
     def _run(self, kernel: str, shape: torch.Size, *arguments: int) -> None:
         rows, width = shape

@@ -56,11 +56,7 @@ def admit(
             break
         if max_rank is not None and order.rank(order.subqueue(group)) >= max_rank:
             break
-        if _goes_elsewhere(requests, lane, group):
-            passed.add(group)
-            continue
-        if not lane.adapters.has_place(group, lane.running.num_by_adapter, step.planned_at):
-            _pass_over(requests, lane, group, passed, step.planned_at)
+        if _is_passed_over(requests, lane, group, passed, step.planned_at):
             continue
         is_free = _is_free(requests, lane, step, group)
         if not requests.placer.is_own(group, lane):
@@ -92,15 +88,6 @@ def admit(
     return fully_planned
 
 
-def _goes_elsewhere(requests: RequestTable, lane: Lane, group: SequenceGroup) -> bool:
-    """Whether a lane cannot go on with a group, which is placed again then: its first token came after it was placed
-    here, from an executor of other numerics."""
-    if not group.was_admitted or may_continue(lane, group):
-        return False
-    requests.placer.replace(group)
-    return True
-
-
 def _is_free(requests: RequestTable, lane: Lane, step: PlannedStep, group: SequenceGroup) -> bool:
     """Whether a lane may admit a group now: nothing of it is in flight, elsewhere, or swapped out by this step."""
     if not requests.is_free_for(group, lane):
@@ -115,6 +102,21 @@ def _start(
     requests.bind(group, lane)
     _allocate(lane, step, allocations)
     requests.record_admission(group, lane)
+
+
+def _is_passed_over(requests: RequestTable, lane: Lane, group: SequenceGroup, passed: PassedOver, now: float) -> bool:
+    """Pass over a group whose adapter has no place, or that this lane cannot go on with; returns whether it is so.
+
+    The latter is placed again: its first token came after it was placed here, from an executor of other numerics.
+    """
+    if group.was_admitted and not may_continue(lane, group):
+        requests.placer.replace(group)
+        passed.add(group)
+        return True
+    if lane.adapters.has_place(group, lane.running.num_by_adapter, now):
+        return False
+    _pass_over(requests, lane, group, passed, now)
+    return True
 
 
 def _pass_over(requests: RequestTable, lane: Lane, group: SequenceGroup, passed: PassedOver, now: float) -> None:

@@ -24,7 +24,7 @@ from executor_svc.sampling.row_math import NARROW
 
 _SCRATCH_BYTES = 4 + 8 + 8
 """Of a candidate: its scaled logit, its mass, and the mass up to it."""
-_MOST_PROGRAMS = 16
+_MOST_PROGRAMS = 32
 _INFINITY = float("inf")
 _F32, _F64, _I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(64)
 _VF32, _VF64 = ir.VectorType(_F32, LANES), ir.VectorType(_F64, LANES)

@@ -102,7 +102,8 @@ class Listeners:
             each.health.stop()
 
     async def close(self) -> None:
-        """End what runs, and the connection to the scheduler."""
+        """End what runs, each with an error that its client still gets, and the connection to the scheduler."""
+        self._state.link.end_requests()
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)

@@ -201,6 +201,10 @@ class SchedulerCaller:
         """Requests that run in a session of its own."""
         return len(self._own.live)
 
+    def end_all(self) -> None:
+        """Abort what runs in its own session, with an error for whoever waits for it."""
+        self._own.end_all()
+
     async def close(self) -> None:
         """End its own session."""
         await self._own.close()

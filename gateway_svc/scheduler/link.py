@@ -83,8 +83,13 @@ class SchedulerLink:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        await close_all([*self._callers.values(), *self._retired, *([self._own] if self._own else [])])
+        await close_all(self._all_callers())
         await self._channel.close()
+
+    def end_requests(self) -> None:
+        """Abort what runs, with an error for whoever waits for it."""
+        for each in self._all_callers():
+            each.end_all()
 
     @property
     def unserved_s(self) -> float:
@@ -119,8 +124,7 @@ class SchedulerLink:
     @property
     def num_requests(self) -> int:
         """Prompts that run."""
-        own = [self._own] if self._own else []
-        return sum(each.num_own_requests for each in (*self._callers.values(), *self._retired, *own))
+        return sum(each.num_own_requests for each in self._all_callers())
 
     @property
     def own(self) -> SchedulerCaller:
@@ -204,6 +208,9 @@ class SchedulerLink:
             self._is_shared = may
             self._retired += self._callers.values()
             self._callers.clear()
+
+    def _all_callers(self) -> list[SchedulerCaller]:
+        return [*self._callers.values(), *self._retired, *([self._own] if self._own else [])]
 
     def _make(self, key: str | None, shared: GatewaySession | None = None) -> SchedulerCaller:
         return SchedulerCaller(

@@ -100,9 +100,15 @@ class GatewaySession(SessionDriver):
         run.attempts = Attempts(self._timeout_s, self._was_reached, self._on_response)
         self.send(run)
 
+    def end_all(self) -> None:
+        """Abort what runs; whoever waits for it gets UnavailableError."""
+        for run in list(self.live.values()):
+            self.abort(run)
+            run.end(_stopping())
+
     async def close(self, error: CadenzaError | None = None) -> None:
         """End the stream; requests that still run end with UnavailableError, and are aborted by the lost stream."""
-        await super().close(error or UnavailableError("the gateway is stopping"))
+        await super().close(error or _stopping())
 
     async def take_all(self, events: Sequence[generation_pb2.SessionEvent], now_s: float) -> None:
         """Take the events of requests that have had none, and then those of all others.
@@ -119,6 +125,10 @@ class GatewaySession(SessionDriver):
                 self.take(event, now_s)
                 if number % _EVENTS_AT_ONCE == 0 or (part is first and number == len(first)):
                     await asyncio.sleep(0)  # answers are written
+
+
+def _stopping() -> UnavailableError:
+    return UnavailableError("the gateway is stopping")
 
 
 def _may_be_naming(error: CadenzaError) -> bool:

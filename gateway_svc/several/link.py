@@ -53,6 +53,11 @@ class LinkToAll(SchedulerLink):
         self._hang_up()
         await asyncio.gather(*self._closing, *(each.link.close() for each in self.served.values()))
 
+    def end_requests(self) -> None:
+        """Those of all models."""
+        for each in self.served.values():
+            each.link.end_requests()
+
     @property
     def is_away(self) -> bool:
         """Whether nobody can say which models there are; each request finds out whether its own is away."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -38,20 +39,30 @@ async def test_it_finishes_what_runs_at_sigterm_and_takes_nothing_new(w):
             assert await gateway.process.wait() == 0
 
 
-async def test_a_second_signal_ends_what_runs(w):
+async def test_a_second_signal_ends_what_runs_and_tells_its_clients(w):
+    script(w, TEXT)
     async with (
         service_process("gateway_svc", "--target", w.target, by="--http") as gateway,
         ClientSession(f"http://{gateway.address}") as http,
     ):
-        w.executor.going.clear()
+        w.executor.pause_after = 3
         running = asyncio.create_task(http.post("/v1/completions", json=BODY))
-        await w.until(lambda: w.engine._live)
-        gateway.process.send_signal(signal.SIGTERM)
-        await gateway.logged("draining")
-        gateway.process.send_signal(signal.SIGINT)
+        async with http.post("/v1/completions", json={**BODY, "stream": True}) as stream:
+            first = await stream.content.readuntil(b"\n\n")
+            await w.until(lambda: len(w.engine._live) == 2)
+            gateway.process.send_signal(signal.SIGTERM)
+            await gateway.logged("draining")
+            gateway.process.send_signal(signal.SIGINT)
+            rest = (first + await stream.read()).decode()
         async with asyncio.timeout(20):
             assert await gateway.process.wait() == 0
-        await asyncio.gather(running, return_exceptions=True)
+        *_, failed, done = rest.split("\n\n")[:-1]
+        assert json.loads(failed.removeprefix("data: "))["error"]["message"] == "the gateway is stopping"
+        assert done == "data: [DONE]"
+        async with await running as response:
+            assert response.status == 503
+            assert "Retry-After" in response.headers
+            assert (await response.json())["error"]["message"] == "the gateway is stopping"
         await w.until(lambda: not w.engine._live)
         w.executor.going.set()
     await w.idle()

@@ -223,6 +223,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character shows ? instead
         sys.stdout.reconfigure(errors="replace")
+    given: list[str] = []
     try:
         given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
         requested = next((word for word in given if not word.startswith("-")), "")
@@ -233,7 +234,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except CadenzaError as error:
         return _fail(str(error), 1)
     except _UsageError as error:
-        return _fail(_usage_message(error) + _missing_options(requested), 2)
+        return _fail(_usage_message(error, given) + _missing_options(requested), 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # the reader of the output has closed it, as in `cadenza generate | head -1`
@@ -260,8 +261,8 @@ def _check_command(name: str) -> None:
     raise OptionError(f"there is no command {name!r}{hint}")
 
 
-def _usage_message(error: Any) -> str:
-    """The message of an error that click found; for an unknown option with the nearest names."""
+def _usage_message(error: Any, given: Sequence[str]) -> str:
+    """The message of an error that click found; for an unknown option, as it was given, with the nearest names."""
     below = getattr(getattr(error.ctx, "command", None), "commands", None)
     if below is not None and not error.ctx.args and not hasattr(error, "possibilities"):
         return f"`{error.ctx.command_path}` needs one of its commands: {', '.join(below)}"
@@ -269,8 +270,11 @@ def _usage_message(error: Any) -> str:
         return str(error.format_message())
     if error.option_name in _ADDRESS_FLAGS and "target" in {parameter.name for parameter in error.ctx.command.params}:
         return f"there is no option {error.option_name}: --target HOST:PORT names the server"
+    name = error.option_name
+    if len(name) == 2:  # click takes -ngl for three options
+        name = next((word for word in given if word[:1] == "-" != word[1:2] and name[1] in word), name)
     flags = sorted({flag for parameter in error.ctx.command.params for flag in parameter.opts})
-    return f"there is no option {error.option_name}{suggestion(error.option_name, flags)}"
+    return f"there is no option {name}{suggestion(name, flags)}"
 
 
 def _missing_options(requested: str) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from cadenza_common.gguf.metadata import GgufError, GgufMetadata, MetadataValue
+from cadenza_common.lfs_pointers import LFS_WORDS, is_lfs_pointer
 
 __all__ = ["GgufError", "GgufFile", "GgufMetadata", "GgufTensor", "TensorType", "find_gguf", "read_gguf"]
 
@@ -219,7 +220,8 @@ class _Header:
     def _counts(self) -> tuple[int, int]:
         """Return the numbers of tensors and of pairs of metadata."""
         if self._size < len(_MAGIC) or self._take(len(_MAGIC)) != _MAGIC:
-            raise self._error("not a GGUF file: it does not begin with GGUF")
+            pointer = f"it is {LFS_WORDS}" if is_lfs_pointer(self._path) else "it does not begin with GGUF"
+            raise self._error(f"not a GGUF file: {pointer if self._size else 'it is empty'}")
         version = self._integer("I")
         if version not in _VERSIONS:
             what = "is in big-endian byte order" if version and version & 0xFFFF == 0 else f"has version {version}"

@@ -13,6 +13,7 @@ from cadenza_common.brief import brief, one_line
 from cadenza_common.gguf.file import GgufError, GgufFile, find_gguf, read_gguf
 from cadenza_common.hub.download import local_model
 from cadenza_common.hub.names import HubError, parse
+from cadenza_common.lfs_pointers import LFS_WORDS, is_lfs_pointer
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _MOST_CHARACTERS = 2000
 """Of a message."""
+_OF_MODELS = (".jinja", ".json", ".model", ".safetensors", ".txt")
 _OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little endian."""
@@ -101,11 +103,28 @@ def check_files(model: Path, with_weights: bool) -> None:
 
 def check_folder(folder: Path, with_weights: bool) -> None:
     """Check that a folder holds a model, as far as its files' names and headers show it; raises LoaderError."""
+    _check_kind(folder)
     read_json(folder, "config.json", required=True)
     if with_weights:
         found = find_weights(folder)
         for path in dict.fromkeys(found.values()) if isinstance(found, dict) else [found]:
             check_safetensors(path)
+
+
+def _check_kind(folder: Path) -> None:
+    """Raise LoaderError for a LoRA adapter, and for a clone without its large files."""
+    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        base = read_json(folder, "adapter_config.json", required=True).get("base_model_name_or_path")
+        model = brief(base) if isinstance(base, str) and base else "its model"
+        raise LoaderError(
+            f"model folder {folder}: it holds a LoRA adapter, no model: serve {model} with --lora NAME={folder}"
+        )
+    try:
+        pointers = sorted(each.name for each in folder.iterdir() if each.suffix in _OF_MODELS and is_lfs_pointer(each))
+    except OSError as error:
+        raise LoaderError(f"model folder {folder}: cannot be read: {error.strerror or error}") from error
+    if pointers:
+        raise LoaderError(f"{folder / pointers[0]}: {LFS_WORDS}")
 
 
 def check_safetensors(path: Path) -> None:

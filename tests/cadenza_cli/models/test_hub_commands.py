@@ -99,7 +99,7 @@ def test_a_broken_file_is_listed_with_its_fault_alone(call: Callable[..., str], 
     (repo / "refs" / "main").write_text(commit)
     (repo / "snapshots" / commit / "m-Q4_0.gguf").touch()
     row = call("ls").splitlines()[1]
-    assert " ".join(row.partition(" no:")[2].split()) == "not a GGUF file: it does not begin with GGUF"
+    assert " ".join(row.partition(" no:")[2].split()) == "not a GGUF file: it is empty"
 
 
 def test_a_name_of_several_that_no_one_has_is_known_at_the_start(call: Callable[..., str]) -> None:

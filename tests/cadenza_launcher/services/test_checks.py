@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 import socket
 import subprocess
 import sys
@@ -97,6 +98,39 @@ def test_broken_gguf_files(tmp_path, content):
                 start(model)
             assert "\n" not in str(raised.value)
             assert raised.value.__suppress_context__
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123456\n"
+OF_LFS = "a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "tokenizer.model"])
+def test_a_clone_without_its_large_files(tmp_path, name):
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    check_files(str(tmp_path), {})
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(OptionError, match=rf"^option model: {tmp_path / name}: {OF_LFS}$"):
+        check_files(str(tmp_path), {})
+
+
+def test_a_gguf_file_of_such_a_clone(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_text(POINTER)
+    with pytest.raises(OptionError, match=rf"^option model: {path}: not a GGUF file: it is {OF_LFS}$"):
+        check_files(str(path), {})
+    path.write_text("")
+    with pytest.raises(OptionError, match=r"not a GGUF file: it is empty$"):
+        check_files(str(path), {})
+
+
+def test_an_adapter_in_place_of_a_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}')
+    message = rf"it holds a LoRA adapter, no model: serve 'meta-llama/Llama-3.2-1B' with --lora NAME={tmp_path}$"
+    with pytest.raises(OptionError, match=message):
+        check_files(str(tmp_path), {})
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(OptionError, match=f"serve its model with --lora NAME={tmp_path}$"):
+        check_files(str(tmp_path), {})
 
 
 def test_a_folder_that_is_called_gguf(tmp_path):

@@ -148,15 +148,18 @@ def own_tls(settings: Mapping[str, Setting]) -> TLS | None:
         raise OptionError(f"option {str(error).removeprefix('--')}") from None
 
 
-def check_address(host: str, port: object) -> None:
-    """Check that a service can listen on `host` and `port`; port 0 is any free one."""
+def check_address(host: str, port: object, option: str = "") -> None:
+    """Check that a service can listen on `host` and `port`; port 0 is any free one.
+
+    option: the one that gives both, if it is not `host` and `port`. Raises OptionError.
+    """
     if not isinstance(port, int) or not 0 <= port <= 65535:
-        raise OptionError(f"option port: must be an integer from 0 to 65535, not {port!r}")
+        raise OptionError(f"option {option or 'port'}: must be an integer from 0 to 65535, not {port!r}")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise OptionError(f"option host: {host!r}: {reason[:1].lower()}{reason[1:]}") from None
+        raise OptionError(f"option {option or 'host'}: {host!r}: {reason[:1].lower()}{reason[1:]}") from None
     kind, _, _, _, address = found[0]
     with contextlib.closing(socket.socket(kind, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -167,7 +170,8 @@ def check_address(host: str, port: object) -> None:
             name = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
             hint = _IN_USE_HINT if error.errno == errno.EADDRINUSE else ""
             reason = (error.strerror or str(error)).lower()
-            raise OptionError(f"option {name}: cannot listen on {format_address(host, port)}: {reason}{hint}") from None
+            where = f"option {option or name}: cannot listen on {format_address(host, port)}"
+            raise OptionError(f"{where}: {reason}{hint}") from None
 
 
 def _is_path(name: str) -> bool:

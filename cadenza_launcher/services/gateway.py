@@ -11,6 +11,7 @@ from cadenza.errors import OptionError
 from cadenza_common.settings.names import to_arguments
 from cadenza_common.wire.tls import TLS
 from cadenza_common.wire.transport import SCHEDULER_PORT, format_address, parse_address
+from cadenza_launcher.services.checks import check_address
 from cadenza_launcher.services.options import Setting
 from cadenza_launcher.services.ports import reserve_port
 
@@ -21,7 +22,7 @@ def gateway_places(
     """Host and port of each listener, by option; none: there is to be no gateway.
 
     host: the scheduler's, which a port alone is taken on. Raises OptionError, also for an address that others can reach
-    in plain text.
+    in plain text, and for one that is taken.
     """
     places = {}
     for option, given in listeners.items():
@@ -35,6 +36,7 @@ def gateway_places(
                 f"option {option}: {own_host}: other machines could read what is sent: give --http-tls-cert and "
                 "--http-tls-key, or --insecure to serve in plain text"
             )
+        check_address(own_host, port, option)
         places[option] = own_host, port
     return places
 

@@ -239,6 +239,8 @@ def test_addresses():
         port = taken.getsockname()[1]
         with pytest.raises(OptionError, match=rf"^option port: cannot listen on 127.0.0.1:{port}: address already in "):
             check_address("127.0.0.1", port)
+        with pytest.raises(OptionError, match=rf"^option http: cannot listen on 127.0.0.1:{port}: address already in "):
+            LocalServices(DEMO_MODEL, port=0, http=str(port))
     with pytest.raises(OptionError, match=r"^option host: cannot listen on 192.0.2.1:50051: cannot assign "):
         check_address("192.0.2.1", 50051)  # TEST-NET-1, RFC 5737: no machine has it
     with pytest.raises(OptionError, match=r"^option host: 'no such host': "):

@@ -91,13 +91,15 @@ class OpenAITarget:
             await self.close()
             raise
         self._model = str(facts["id"])
-        length = facts.get("max_model_len")
+        length, meta = facts.get("max_model_len"), facts.get("meta")
+        vocabulary = meta.get("n_vocab") if isinstance(meta, dict) else None  # Cadenza and llama.cpp
         return ServerFacts(
             kind="openai",
             api=self._endpoint,
             target=self.url,
             model=self._model,
             version=await self._find_version(),
+            vocab_size=vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None,
             max_model_len=length if isinstance(length, int) else None,
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from cadenza.errors import FailedPreconditionError, PermissionDeniedError, UnsupportedError
+from cadenza.info import ModelInfo
 from gateway_svc.fields.field import read_fields
 from gateway_svc.fields.sampling import require, utf8
 from gateway_svc.fields.tables import LOAD_ADAPTER, UNLOAD_ADAPTER
@@ -42,15 +43,16 @@ async def show_model(request: web.Request) -> web.Response:
 async def _models(state: State, caller: SchedulerCaller) -> list[dict[str, Any]]:
     info = await caller.model()
     names = state.names.of_model(info)
-    models = [_model(name, info.model, None, info.max_model_len) for name in names]
+    models = [_model(name, info.model, None, info) for name in names]
     try:
         adapters = await caller.adapters()
     except (PermissionDeniedError, UnsupportedError, FailedPreconditionError):
         adapters = []  # the caller may use some, and see none
-    return models + [_model(each.name, each.path, names[0], info.max_model_len) for each in adapters]
+    return models + [_model(each.name, each.path, names[0], info) for each in adapters]
 
 
-def _model(name: str, root: str, parent: str | None, max_model_len: int) -> dict[str, Any]:
+def _model(name: str, root: str, parent: str | None, info: ModelInfo) -> dict[str, Any]:
+    """An entry as vLLM has it; `meta` is llama.cpp's, of which load tests read the size of the vocabulary."""
     return {
         "id": name,
         "object": "model",
@@ -58,8 +60,9 @@ def _model(name: str, root: str, parent: str | None, max_model_len: int) -> dict
         "owned_by": "cadenza",
         "root": root,
         "parent": parent,
-        "max_model_len": max_model_len,
+        "max_model_len": info.max_model_len,
         "permission": [],
+        "meta": {"n_vocab": info.vocab_size},
     }
 
 

@@ -22,6 +22,7 @@ from gateway_svc.http_listener import tls_of
 from tests.helpers.certificates import certificates
 from tests.helpers.gateway.gateway import gateway
 from tests.helpers.scheduler.scheduler_world import world
+from tests.helpers.scheduler.scripted_executor import VOCAB_SIZE
 from tests.helpers.tenants import token, write_tenants
 
 CHAT = "/v1/chat/completions"
@@ -73,6 +74,7 @@ async def test_models_are_named_as_clients_know_them(w, g):
     models = await g.get("/v1/models")
     assert [model["id"] for model in models["data"]] == ["toy"]
     assert models["data"][0]["max_model_len"] == 256
+    assert models["data"][0]["meta"] == {"n_vocab": VOCAB_SIZE}
     assert (await g.get("/v1/models/toy"))["id"] == "toy"
     assert (await g.get("/v1/models/other", 404))["error"]["code"] == "model_not_found"
     error = (await g.post(CHAT, {**HELLO, "model": "other"}, 404))["error"]

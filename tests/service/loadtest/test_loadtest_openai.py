@@ -202,7 +202,10 @@ async def test_what_the_api_lacks_is_not_sent() -> None:
 
 async def test_the_model_is_fetched_or_given() -> None:
     async with served(Server(), model="m2") as target:
-        assert (target.facts.model, target.facts.max_model_len) == ("m2", None)
+        assert (target.facts.model, target.facts.max_model_len, target.facts.vocab_size) == ("m2", None, None)
+    for meta, size in (({"n_vocab": 2048}, 2048), ({"n_vocab": "x"}, None), ({"n_vocab": 0}, None), (None, None)):
+        async with served(Server(models={"data": [{"id": "m", "meta": meta}]})) as target:
+            assert target.facts.vocab_size == size, meta
     async with served(Server(models={"data": []}), model="mine") as target:
         assert target.facts.model == "mine"
     for models in ({"data": []}, {"no": 1}, ["x"]):

@@ -75,7 +75,8 @@ async def _answered(request: web.Request, handler: _Handler) -> web.StreamRespon
     except web.HTTPRequestEntityTooLarge:
         response = error_response(request, too_large(state.config.max_body_bytes))
     except web.HTTPNotFound:
-        response = error_response(request, ApiError(404, f"there is no {request.path[:200]}", code="unknown_path"))
+        message = f"there is no {request.path[:200]}{_path_hint(request)}"
+        response = error_response(request, ApiError(404, message, code="unknown_path"))
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
         response = error_response(request, ApiError(405, f"{request.path[:200]} takes {allowed}"))
@@ -98,6 +99,14 @@ async def _served_name(state: State, request: web.Request) -> str:
         return state.names.of_model(await (await state.caller(request)).model())[0]
     except (ApiError, CadenzaError):
         return ""
+
+
+def _path_hint(request: web.Request) -> str:
+    """The end of a sentence about an unknown path: the one that it is with /v1 left out, or with more before it."""
+    given = request.path.rstrip("/")
+    known = sorted(each.canonical for each in request.app.router.resources())
+    near = [path for path in known if given and (path.endswith(given) or given.endswith(path)) and path != given]
+    return f"; did you mean {' or '.join(near)}?" if near else "; /openapi.json has the paths that there are"
 
 
 def error_response(request: web.Request, error: ApiError) -> web.Response:

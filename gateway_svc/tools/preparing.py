@@ -65,8 +65,8 @@ async def prepare(caller: SchedulerCaller, request: GatewayRequest, formats: For
     use, params, name = request.use, request.params, request.constrained_by
     if use.callable and formats.tools is None:
         message = (
-            "the model's chat template shows no format of tool calls that is known here; the gateway's option "
-            "--tool-call-parser can name one"
+            "the model's chat template shows no tools, no calls, or calls in no format that is known here; of a "
+            "template that shows them --tool-call-parser can name the format, and --chat-template gives another one"
         )
         raise bad_request(f"tools cannot be called: {message}", "tools")
     given = params.structured_outputs

@@ -102,6 +102,21 @@ async def test_metrics_are_the_gateways_and_the_schedulers(w, g):
         assert await response.read() == b""
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/openai/v1/models/", "did you mean /v1/models?"),
+        ("/v1/tokenize", "did you mean /tokenize?"),
+        ("/completion", "/openapi.json has the paths that there are"),
+        ("/", "/openapi.json has the paths that there are"),
+    ],
+)
+async def test_an_unknown_path_is_answered_with_the_one_that_is_meant(g, path, hint):
+    assert (await g.post(path, {}, 404))["error"]["message"] == f"there is no {path}; {hint}"
+
+
 async def test_unknown_paths_and_methods_have_the_apis_errors(g):
     assert (await g.post("/v1/nothing", {}, 404))["error"]["type"] == "not_found_error"
     async with g.http.get(CHAT) as response:

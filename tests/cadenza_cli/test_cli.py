@@ -6,6 +6,8 @@ import io
 import json
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -45,6 +47,11 @@ def test_generate_limits_drafts(target, script, arguments):
     for option in ([], ["--speculation", "0"], ["--speculation", "3"]):
         assert run(["generate", "--target", target, *arguments, *option, *prompt]) == 0
     assert script.drafts == [None, 0, 3]
+
+
+def test_the_package_is_the_command():
+    answer = subprocess.run([sys.executable, "-m", "cadenza_cli", "--version"], capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, f"cadenza {cadenza.__version__}\n", "")
 
 
 def test_chat_limits_drafts(target, script, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,10 +262,28 @@ def test_an_error_says_the_same(tmp_path: Path) -> None:
 
 
 def test_the_rate_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = iter((1e9, 2e9))
+    measured = iter(((1e9, True), (2e9, True)))
     monkeypatch.setattr(rates, "_measure", lambda: next(measured))
     file = tmp_path / "cache" / "rate.json"
     assert [rates.read_rate(file=file), rates.read_rate(file=file), rates.read_rate(True, file)] == [1e9, 1e9, 2e9]
     file.write_text("{")
-    monkeypatch.setattr(rates, "_measure", lambda: 3e9)
+    monkeypatch.setattr(rates, "_measure", lambda: (3e9, True))
     assert rates.read_rate(file=file) == 3e9
+
+
+def test_the_rate_of_a_busy_machine_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter(((2e9, False), (1e9, False), (3e9, True)))
+    monkeypatch.setattr(rates, "_measure", lambda: next(measured))
+    file = tmp_path / "rate.json"
+    assert [rates.read_rate(file=file) for _ in range(4)] == [2e9, 2e9, 3e9, 3e9]
+
+
+def test_what_a_measurement_had_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_BYTES", 1 << 22)
+    monkeypatch.setattr(rates, "_REPEATS", 1)
+    monkeypatch.setattr(rates, "_cores", lambda: 2)
+    for cpu_s, alone in ((2.0, True), (1.0, False)):
+        wall, cpu = iter((10.0, 11.0)), iter((5.0, 5.0 + cpu_s))
+        clocks = SimpleNamespace(perf_counter=wall.__next__, process_time=cpu.__next__)
+        monkeypatch.setattr(rates, "time", clocks)
+        assert rates._measure() == (1 << 22, alone)

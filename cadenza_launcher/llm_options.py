@@ -158,7 +158,8 @@ class LLMOptions(TypedDict, total=False):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None
     """Data type of weights, activations and KV; auto: the checkpoint's data type, but on the CPU float32 for
-    activations between products with weights in few bits (docs/quantization.md). [default: auto]"""
+    activations between products with weights in few bits (docs/quantization.md). half and float are float16 and
+    float32, as in vLLM. [default: auto]"""
 
     numerics: Literal["auto", "exact", "fast"] | None
     """exact: results of a request do not depend on the other requests of its batch, bit by bit; fast: no such

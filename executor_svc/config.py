@@ -60,7 +60,8 @@ class ExecutorConfig(KernelOptions):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Data type of weights, activations and KV; auto: the checkpoint's data type, but on the CPU "
-        "float32 for activations between products with weights in few bits (docs/quantization.md).",
+        "float32 for activations between products with weights in few bits (docs/quantization.md). half and float are "
+        "float16 and float32, as in vLLM.",
         json_schema_extra=about("Model"),
     )
     numerics: Literal["auto", "exact", "fast"] = Field(
@@ -313,6 +314,12 @@ class ExecutorConfig(KernelOptions):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What is logged to stderr.", json_schema_extra=about("Logging")
     )
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _read_dtype(cls, value: object) -> str:
+        name = str(value).removeprefix("torch.")
+        return {"half": "float16", "float": "float32"}.get(name, name)
 
     @field_validator("block_size")
     @classmethod

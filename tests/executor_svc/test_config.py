@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from cadenza_launcher.services.options import route_options
 from executor_svc.__main__ import read_config
 from executor_svc.config import ExecutorConfig
 
@@ -37,6 +38,16 @@ def test_wrong_values_are_named(arguments: list[str], message: str, capsys: pyte
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("half", "float16"), ("float", "float32"), ("torch.bfloat16", "bfloat16"), ("auto", "auto")]
+)
+def test_data_types_have_the_names_of_vllm_too(given: str, meant: str) -> None:
+    config = read_config(["--model", "m", "--dtype", given])
+    assert config is not None
+    assert config.dtype == meant
+    assert route_options("m", {"dtype": given}).executor == [f"--dtype={meant}", "--model=m"]
 
 
 def test_a_simulated_model_needs_no_name() -> None:

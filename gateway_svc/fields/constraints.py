@@ -73,10 +73,12 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    """OpenAI's: text, json_object, json_schema; and vLLM's structural_tag."""
+    """OpenAI's: text, json_object, json_schema; vLLM's structural_tag; llama.cpp's schema beside either JSON type."""
     if value is None:
         return None
     where = "response_format"
+    if value.get("schema") is not None and value.get("type") in ("json_object", "json_schema"):
+        return _flat({**value, "type": "json_schema"}, where, where)
     if value.get("type") != "json_schema":
         return _plain(value, where, where)
     check_keys(where, value, ("type", "json_schema"), where)

@@ -76,13 +76,17 @@ _VLLM_SAMPLING: tuple[Field, ...] = (
     refused("routed_experts_prompt_start", "the experts of a token are not reported", "honoured", (0,)),
     refused("repetition_detection", "there is none", "ends repeating outputs"),
     refused("thinking_token_budget", "thoughts have no limit of their own", "honoured with a reasoning parser"),
-    refused("guided_json", "an old name of structured_outputs", "removed"),
-    refused("guided_regex", "an old name of structured_outputs", "removed"),
-    refused("guided_choice", "an old name of structured_outputs", "removed"),
-    refused("guided_grammar", "an old name of structured_outputs", "removed"),
+    refused("guided_json", "an old name of structured_outputs.json", "removed"),
+    refused("guided_regex", "an old name of structured_outputs.regex", "removed"),
+    refused("guided_choice", "an old name of structured_outputs.choice", "removed"),
+    refused("guided_grammar", "an old name of structured_outputs.grammar", "removed"),
 )
 
-_FORMAT = honoured("response_format", "an object", "text, json_object, json_schema (always strict), structural_tag")
+_FORMAT = honoured(
+    "response_format",
+    "an object",
+    "text, json_object, json_schema (always strict; a schema may stand beside type, as in llama.cpp), structural_tag",
+)
 
 COMPLETIONS = by_name(
     _OF_CALLERS,

@@ -98,6 +98,7 @@ def test_a_refused_value_is_not_mistaken_for_an_equal_one():
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "shema": {}}}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": True}},
         {"response_format": {"type": "text", "schema": {}}},
+        {"response_format": {"type": "json_object", "schema": {}, "json_schema": {}}},
         {"text": {"format": {"type": "json_schema", "schema": {}, "json_schema": {}}}},
         {"text": {"verbosity": "low"}},
         {"output_config": {"efort": "low"}},
@@ -114,6 +115,14 @@ def test_a_format_may_have_a_name_and_nulls():
     schema = {"name": "x", "description": "y", "strict": True, "schema": {"type": "null"}}
     format_ = {"type": "json_schema", "json_schema": schema, "unused": None}
     assert output_constraint({"response_format": format_}) == ("response_format", {"json": {"type": "null"}})
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_may_stand_beside_the_type(kind):
+    found = output_constraint({"response_format": {"type": kind, "schema": {"type": "null"}, "json_schema": None}})
+    assert found == ("response_format", {"json": {"type": "null"}})
+    with pytest.raises(ApiError, match=r"response_format.schema must be a JSON schema, not 'null'"):
+        output_constraint({"response_format": {"type": kind, "schema": "null"}})
 
 
 def test_as_many_choices_as_the_scheduler_draws():

@@ -43,6 +43,8 @@ def effective_options(services: LocalServices, places: Mapping[str, Setting]) ->
         for option, address in services.gateway.items()
     ]
     rows.append(("listens", ", ".join(listening)))
+    if "http" not in services.gateway:  # who comes from vLLM takes --port for HTTP's
+        rows.append(("", "by gRPC alone; --http PORT serves OpenAI's and Anthropic's APIs too"))
     rows += _origins({**places, **services.settings})
     return [f"{label:<10}{text}" for label, text in rows]
 

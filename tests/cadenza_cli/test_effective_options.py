@@ -14,6 +14,7 @@ from cadenza_cli.effective_options import effective_options
 from cadenza_launcher.services.options import Setting
 
 MIB = 2**20
+GRPC_ALONE = "          by gRPC alone; --http PORT serves OpenAI's and Anthropic's APIs too"
 
 
 class Executor(execution_pb2_grpc.ExecutionServiceServicer):
@@ -68,7 +69,7 @@ def lines():
         servers.append(server)
         return address
 
-    def make(*blocks: int | None) -> list[str]:
+    def make(*blocks: int | None, **gateway: str) -> list[str]:
         adders = [
             (lambda server, num=num: execution_pb2_grpc.add_ExecutionServiceServicer_to_server(Executor(num), server))
             for num in blocks
@@ -89,7 +90,7 @@ def lines():
             settings={"executors": Setting(len(names))},
             tls=None,
             executor_tls=None,
-            gateway={},
+            gateway=gateway,
         )
         made = effective_options(services, {})
         for name, target in addresses.items():
@@ -110,7 +111,7 @@ def test_one_executor(lines):
         "memory    executor 1.0 MiB, scheduler 9.0 MiB resident",
         "limits    max_model_len 64, max_num_seqs 4, max_num_batched_tokens 512",
     ]
-    assert made[10] == "listens   scheduler on <scheduler>, executor on <executor>"
+    assert made[10:12] == ["listens   scheduler on <scheduler>, executor on <executor>", GRPC_ALONE]
 
 
 def test_executors_that_are_equal_share_a_row_and_others_have_one_each(lines):
@@ -123,7 +124,15 @@ def test_executors_that_are_equal_share_a_row_and_others_have_one_each(lines):
         "memory    executor 0 1.0 MiB, executor 1 2.0 MiB, scheduler 9.0 MiB resident",
     ]
     assert made[11] == "listens   scheduler on <scheduler>, executor 0 on <executor 0>, executor 1 on <executor 1>"
-    assert made[12] == "set by    the command line: executors 2"
+    assert made[13] == "set by    the command line: executors 2"
+
+
+def test_whoever_serves_no_http_is_told_of_it(lines):
+    listens = "listens   scheduler on <scheduler>, executor on <executor>"
+    for gateway, shown in (({"http": "h:1"}, ", gateway on h:1"), ({"kserve": "h:2"}, ", gateway (kserve) on h:2")):
+        made = lines(2048, **gateway)
+        assert made[10] == listens + shown
+        assert (GRPC_ALONE in made) == ("http" not in gateway)
 
 
 def test_an_executor_that_does_not_answer_is_left_out(lines):

@@ -81,6 +81,7 @@ def test_the_settings_in_force_are_printed(running, model):
         f"tokenizer {model}",
         f"ends at   {ends}",
         f"listens   scheduler on {target}, executor on {executor.target}",
+        "          by gRPC alone; --http PORT serves OpenAI's and Anthropic's APIs too",
         "set by    the command line: port 0, max_model_len 256",
         "          CADENZA_DTYPE: dtype float32",
         "          CADENZA_NUM_GPU_BLOCKS: num_gpu_blocks 50",

@@ -55,14 +55,18 @@ def fit(
     from executor_svc.models.fit.read_rate import read_rate
     from executor_svc.models.fit.sizes import read_sizes
     from executor_svc.models.fit.text import fit_lines
+    from executor_svc.models.folder import check_kind
 
     if tensor_parallel_size < 1:
         raise OptionError(f"option tensor_parallel_size: {tensor_parallel_size} is out of range")
     with _headers(check_model(model)) as path:
         try:
+            if path.is_dir():
+                check_kind(path)
             sizes = read_sizes(path, tensor_parallel_size)
         except StartError as error:
-            raise OptionError(f"option model: {str(error).replace(str(path), model)}") from None
+            message = str(error).replace(str(path), model).removeprefix(f"--model {model}: ")
+            raise OptionError(f"option model: {message}") from None
     if max_model_len is not None and 0 < sizes.context_limit < max_model_len:
         raise OptionError(
             f"option max_model_len: {max_model_len}: the model supports at most {sizes.context_limit} positions"

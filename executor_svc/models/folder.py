@@ -103,7 +103,7 @@ def check_files(model: Path, with_weights: bool) -> None:
 
 def check_folder(folder: Path, with_weights: bool) -> None:
     """Check that a folder holds a model, as far as its files' names and headers show it; raises LoaderError."""
-    _check_kind(folder)
+    check_kind(folder)
     read_json(folder, "config.json", required=True)
     if with_weights:
         found = find_weights(folder)
@@ -111,7 +111,7 @@ def check_folder(folder: Path, with_weights: bool) -> None:
             check_safetensors(path)
 
 
-def _check_kind(folder: Path) -> None:
+def check_kind(folder: Path) -> None:
     """Raise LoaderError for a LoRA adapter, and for a clone without its large files."""
     if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         base = read_json(folder, "adapter_config.json", required=True).get("base_model_name_or_path")

@@ -108,6 +108,16 @@ def test_a_name_of_several_that_no_one_has_is_known_at_the_start(call: Callable[
     assert "me/tiny has no quantization Q2_K; there are Q4_K_M, Q8_0" in call(*several, "me/tiny:Q2_K", code=2)
 
 
+def test_what_is_no_model_is_named_once(call: Callable[..., str], tmp_path: Path) -> None:
+    file, adapter = tmp_path / "m.gguf", tmp_path / "adapter"
+    file.write_text("text")
+    found = call("fit", str(file), code=2)
+    assert found == f"cadenza: option model: {file}: not a GGUF file: it does not begin with GGUF\n"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    assert "it holds a LoRA adapter, no model" in call("fit", str(adapter), code=2)
+
+
 def test_what_does_not_fit(call: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executor_svc.cpu_memory.free_memory_bytes", lambda: 10_000_000)
     text = call("fit", str(DEMO), code=1)

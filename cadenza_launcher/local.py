@@ -98,7 +98,7 @@ class LocalServices:
         model = named = check_model(model)
         arguments = routed(model)
         _check(arguments, host, port)
-        places = gateway_places(host, arguments.listeners, arguments.settings)
+        places = gateway_places(host, port, arguments.listeners, arguments.settings)
         on_log, on_event = on_log or log_line, on_event or _logger.warning
         if programs is None and (path := local_path(model, arguments.settings, on_event)) != model:
             model, arguments = path, routed(path)

@@ -89,7 +89,7 @@ class SeveralModels:
             check_files(spec.model, settings)
             check_known(spec.model, settings)
         self._kept = contextlib.ExitStack()
-        places = gateway_places(host, {"http": _HTTP_PORT} | common.listeners, common.settings)
+        places = gateway_places(host, port, {"http": _HTTP_PORT} | common.listeners, common.settings)
         self._listeners = gateway_listeners(places, self._kept)
         for sentence in ignored_variables():
             on_event(sentence)

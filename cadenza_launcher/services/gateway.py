@@ -17,27 +17,30 @@ from cadenza_launcher.services.ports import reserve_port
 
 
 def gateway_places(
-    host: str, listeners: Mapping[str, str], settings: Mapping[str, Setting]
+    host: str, port: int, listeners: Mapping[str, str], settings: Mapping[str, Setting]
 ) -> dict[str, tuple[str, int]]:
     """Host and port of each listener, by option; none: there is to be no gateway.
 
-    host: the scheduler's, which a port alone is taken on. Raises OptionError, also for an address that others can reach
-    in plain text, and for one that is taken.
+    host, port: the scheduler's; a port alone is taken on its host. Raises OptionError, also for an address that others
+    can reach in plain text, and for one that is taken.
     """
-    places = {}
+    places: dict[str, tuple[str, int]] = {}
+    owners = {(host, port): "port"}
     for option, given in listeners.items():
         try:
-            own_host, port = (host, _port(given)) if given.isdigit() else parse_address(given, default_port=0)
+            place = (host, _port(given)) if given.isdigit() else parse_address(given, default_port=0)
         except ValueError as error:
             raise OptionError(f"option {option}: {error}") from None
         allowed = "http_tls_cert" in settings or ("insecure" in settings and settings["insecure"].value)
-        if not (allowed or is_loopback(own_host)):
+        if not (allowed or is_loopback(place[0])):
             raise OptionError(
-                f"option {option}: {own_host}: other machines could read what is sent: give --http-tls-cert and "
+                f"option {option}: {place[0]}: other machines could read what is sent: give --http-tls-cert and "
                 "--http-tls-key, or --insecure to serve in plain text"
             )
-        check_address(own_host, port, option)
-        places[option] = own_host, port
+        if place[1] and place in owners:
+            raise OptionError(f"option {option}: option {owners[place]} has {format_address(*place)} too")
+        check_address(*place, option)
+        owners[place], places[option] = option, place
     return places
 
 

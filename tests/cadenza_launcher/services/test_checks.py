@@ -241,6 +241,10 @@ def test_addresses():
             check_address("127.0.0.1", port)
         with pytest.raises(OptionError, match=rf"^option http: cannot listen on 127.0.0.1:{port}: address already in "):
             LocalServices(DEMO_MODEL, port=0, http=str(port))
+    for options in ({"port": port, "http": f"127.0.0.1:{port}"}, {"http": str(port), "kserve": str(port)}):
+        other = "port" if "port" in options else "http"
+        with pytest.raises(OptionError, match=rf"^option (http|kserve): option {other} has 127.0.0.1:{port} too$"):
+            LocalServices(DEMO_MODEL, **options)
     with pytest.raises(OptionError, match=r"^option host: cannot listen on 192.0.2.1:50051: cannot assign "):
         check_address("192.0.2.1", 50051)  # TEST-NET-1, RFC 5737: no machine has it
     with pytest.raises(OptionError, match=r"^option host: 'no such host': "):

@@ -67,7 +67,7 @@ PARTS = {
     "tests": "the kernels' tests on compiled kernels; greedy tokens of both services beside transformers",
     "kernels": "kernels and whole steps beside references and the limits of the hardware",
     "serve": "both services under 1,000 requests at once, beside transformers' continuous batching",
-    "part-b": "what is to be answered next, of all parts, in nine minutes; not among those that run without PART",
+    "part-b": "what is to be answered next, of all parts, nine minutes at once; not among those that run without PART",
 }
 PART_B = "part-b"
 FEATURES = ("drafts", "heads", "adapters", "grammars", "failover", "starts")
@@ -86,6 +86,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
         names = {group.name: group.name for group in ORDER}
         options.groups = _chosen(parser, "--groups", options.groups, names)
+    if options.steps is not None:
+        from benchmarks.gpu.part_b import STEPS
+
+        numbers = {str(number): number for number, _ in enumerate(STEPS, 1)}
+        options.steps = _chosen(parser, "--steps", options.steps, numbers)
     if options.seconds is None:
         options.seconds = PART_B_SECONDS if options.part == PART_B else SECONDS
     if options.trial:
@@ -118,6 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("-k", default="", metavar="EXPRESSION", help="tests to run, as in pytest")
     group = parser.add_argument_group("kernels")
     group.add_argument("--groups", help="groups of measurements, separated by commas; limits are always measured")
+    group = parser.add_argument_group("part-b")
+    group.add_argument("--steps", help="numbers of steps, separated by commas, such as those that a run has left out")
     group = parser.add_argument_group("serve")
     group.add_argument("--requests", type=positive, default=NUM_REQUESTS, help="default %(default)s")
     group.add_argument("--peer-requests", type=positive, default=NUM_PEER_REQUESTS, help="default %(default)s")

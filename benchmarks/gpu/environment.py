@@ -44,6 +44,11 @@ class Output:
         """Append a row at once, so that it survives if the process is killed."""
         append_row(row, self.rows)
 
+    def write(self, name: str, text: str) -> None:
+        """Add a text to a file of this name; earlier runs may have written there, as `part-b` does several times."""
+        with (self.files / name).open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
     def places(self, benchmark: str) -> str:
         """One line that names the written files."""
         return f"rows: {_shown(self.rows / benchmark)}.jsonl; tables and logs: {_shown(self.files)}"

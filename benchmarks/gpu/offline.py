@@ -17,13 +17,13 @@ from pathlib import Path
 from benchmarks.common.rows import ROOT, versions
 
 PACKAGES = (
-    "annotated-types", "execnet", "googleapis-common-protos", "grpcio", "grpcio-health-checking", "grpcio-reflection",
-    "grpcio-status", "hypothesis", "iniconfig", "pluggy", "protobuf", "pydantic", "pydantic-core", "pydantic-settings",
-    "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "python-dotenv", "sortedcontainers",
-    "typing-extensions", "typing-inspection", "uvloop",
+    "annotated-types", "execnet", "gguf", "googleapis-common-protos", "grpcio", "grpcio-health-checking",
+    "grpcio-reflection", "grpcio-status", "hypothesis", "iniconfig", "llguidance", "pluggy", "protobuf", "pydantic",
+    "pydantic-core", "pydantic-settings", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "python-dotenv",
+    "sortedcontainers", "typing-extensions", "typing-inspection", "uvloop",
 )  # fmt: skip
 _PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
-_PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
+_PLATFORMS = ("manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 _SITE = "/tmp/cadenza-site"
 
 

@@ -7,10 +7,7 @@ pytest's JUnit files.
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +21,7 @@ from xml.etree import ElementTree
 from benchmarks.common.benchmark import SEED
 from benchmarks.common.rows import ROOT, make_row, usable_cores
 from benchmarks.gpu.environment import Output, header, with_gpu
+from benchmarks.gpu.limited import run_until
 
 GOLDEN = "benchmarks/gpu/golden.py"
 ROWS = "gpu_tests"
@@ -42,8 +40,17 @@ _END_S = 15.0
 
 def test_files() -> list[str]:
     """The default files, slow ones first."""
-    found = [str(path.relative_to(ROOT)) for path in sorted((ROOT / _FOLDER).rglob("test_*.py"))]
-    return sorted([GOLDEN, *found], key=lambda file: -_workers(file))
+    return sorted([GOLDEN, *files_of([_FOLDER])], key=lambda file: -_workers(file))
+
+
+def files_of(targets: Iterable[str]) -> list[str]:
+    """The files of tests in these folders, and the targets that are no folders: each has a process of its own."""
+    found = []
+    for target in targets:
+        folder = ROOT / target
+        paths = sorted(folder.rglob("test_*.py")) if folder.is_dir() else []
+        found += [str(path.relative_to(ROOT)) for path in paths] or [target]
+    return found
 
 
 def command(target: str, junit: Path, expression: str = "", workers: int = 1) -> list[str]:
@@ -61,36 +68,14 @@ def run_pytest(target: str, end_at: float, expression: str = "", workers: int = 
     with tempfile.TemporaryDirectory() as folder:
         junit, log = Path(folder, "junit.xml"), Path(folder, "log")
         with log.open("w", encoding="utf-8") as out:
-            process = subprocess.Popen(
-                command(target, junit, expression, workers),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                start_new_session=True,
-            )
-            ended = _wait(process, end_at)
+            code = run_until(command(target, junit, expression, workers), end_at, _END_S, out)
         printed = log.read_text(encoding="utf-8", errors="replace")[-4000:]
         tests = read_junit(junit, target) if junit.is_file() else []
-    if not ended:
+    if code is None:
         tests.append(Test(target, "(all)", "failed", 0.0, f"it did not end in time\n{printed}"))
-    elif not tests and process.returncode not in (0, 5):
-        tests.append(Test(target, "(all)", "failed", 0.0, f"pytest ended with {process.returncode}\n{printed}"))
+    elif not tests and code not in (0, 5):
+        tests.append(Test(target, "(all)", "failed", 0.0, f"pytest ended with {code}\n{printed}"))
     return tests
-
-
-def _wait(process: subprocess.Popen[bytes], end_at: float) -> bool:
-    """Wait until pytest and its workers end; interrupt, then kill them after `end_at`. False if that was needed."""
-    try:
-        process.wait(max(0.1, end_at - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        for number in (signal.SIGINT, signal.SIGKILL):
-            os.killpg(process.pid, number)
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                continue
-            return False
-    return True
 
 
 def run_all(files: Sequence[str], expression: str, end_at: float) -> list[Test]:
@@ -124,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     output = Output.of("tests", options.out, options.trial)
     print(header("tests"), flush=True)
-    files = options.files or test_files()
+    files = files_of(options.files) if options.files else test_files()
     tests = run_all(files, options.k, began + options.seconds - _END_S)
     write(tests, output.files)
     params = {"files": len(files), "k": options.k}

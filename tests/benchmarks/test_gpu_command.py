@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
-from dataclasses import replace
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from benchmarks.common.rows import RESULTS, ROOT
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import offline, part_b
+from benchmarks.gpu import limited, offline, part_b
 from benchmarks.gpu import tests_part as part
 from benchmarks.gpu.__main__ import PART_B, PARTS, parse
 from benchmarks.gpu.environment import Output
 from benchmarks.gpu.kernels.part import groups_of
+from benchmarks.gpu.serving import failover, stages
+from benchmarks.gpu.serving import part as serving
+from benchmarks.gpu.shapes import LLAMA_8B
 
 
 def test_no_gpu_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,28 +70,87 @@ def test_groups_follow_from_options() -> None:
     assert set(names()) - set(names("--shapes", "qwen3-0.6b")) == {"steps-8b", "steps-8b-exact", "steps-8b-skinny"}
 
 
-def test_part_b_takes_nine_minutes_at_most(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@dataclass
+class Machine:
+    """A clock, and steps that take as long as they may."""
+
+    now: float = 0.0
+    started: list[list[str]] = field(default_factory=list)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def run_until(self, words: list[str], end_at: float, grace_s: float) -> int | None:
+        assert words[1:3] == ["-m", "benchmarks.gpu"]
+        self.started.append(words[3:])
+        seconds = parse(words[3:]).seconds
+        assert self.now + seconds < end_at
+        self.now += seconds
+        return 1 if "grammars" in words else None if "swaps" in words else 0
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine()
+    monkeypatch.setattr(part_b, "run_until", found.run_until)
+    monkeypatch.setattr(part_b.time, "monotonic", found.monotonic)
+    return found
+
+
+def test_part_b_takes_two_runs_of_nine_minutes(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     """Each step is a run that the command knows, with a limit; what has no time is named, and a failure fails all."""
-    options, started = parse(["part-b"]), list[list[str]]()
+    options = parse(["part-b"])
     assert options.seconds == 540
-    assert sum(step.seconds for step in part_b.STEPS) <= 540
-
-    def start(arguments: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        assert arguments[1:3] == ["-m", "benchmarks.gpu"]
-        started.append(arguments[3:])
-        assert parse(arguments[3:]).seconds == part_b.STEPS[len(started) - 1].seconds
-        return subprocess.CompletedProcess(arguments, int("grammars" in arguments))
-
-    monkeypatch.setattr(part_b.subprocess, "run", start)
-    assert part_b.run(options) == 1
-    assert len(started) == len(part_b.STEPS)
-    assert "failed: 64 requests with structured output" in capsys.readouterr().out
-    named = [path for path in started[0] if path.startswith("tests/")]
+    assert part_b.run(options) == 0
+    assert machine.now <= 540
+    left_out = capsys.readouterr().out.partition("go on with --steps ")[2].strip()
+    count = len(machine.started)
+    assert len(left_out.split(",")) + count == len(part_b.STEPS)
+    named = [path for path in machine.started[0] if path.startswith("tests/")]
     assert len(named) > 4
     assert all((ROOT / path).exists() for path in named)
-    assert part_b.run(parse(["part-b", "--seconds", "10"])) == 0
-    assert f"left out, 10 s are left: {part_b.STEPS[-1].question}" in capsys.readouterr().out
-    assert len(started) == len(part_b.STEPS), "none more"
+    began = machine.now
+    assert part_b.run(parse(["part-b", "--steps", left_out])) == 1
+    printed = capsys.readouterr().out
+    assert "failed: 64 requests with structured output, swaps and the host's tier beside the link (did not" in printed
+    assert "left out" not in printed
+    assert machine.now - began <= 540
+    assert len(machine.started) == len(part_b.STEPS)
+
+
+def test_a_step_without_enough_time_is_left_out(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert part_b.run(parse(["part-b", "--seconds", "40"])) == 0
+    assert [each[0] for each in machine.started] == ["tests"]
+    printed = capsys.readouterr().out
+    assert f"left out, 0 s are left: {len(part_b.STEPS)} of {len(part_b.STEPS)}: " in printed
+    assert "go on with --steps 2,3," in printed
+
+
+@pytest.mark.parametrize("step", part_b.STEPS, ids=lambda step: step.question)
+def test_the_least_time_of_a_step_is_enough_to_begin(step: part_b.Step) -> None:
+    """Of served steps too: the parts' own estimates leave nothing out that has the step's least time."""
+    options = parse(part_b.command(step, step.least_s, parse(["part-b"]))[3:])
+    measuring_s = step.least_s - 15
+    assert step.seconds >= step.least_s
+    if options.part == "serve" and not options.features:
+        load = serving.make_load(options, LLAMA_8B.vocab_size)
+        assert stages.START_S + stages.least_s(load.requests) < measuring_s
+    elif options.features == ["failover"]:
+        assert measuring_s > failover.ESTIMATE_S
+    elif options.part == "kernels":
+        cases = [case for group in groups_of(options) for case in group.cases(False)[:1]]
+        assert sum(case.estimate_s for case in cases) < measuring_s
+
+
+def test_a_process_that_does_not_end_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w+", encoding="utf-8") as out:
+        words = ["sh", "-c", "trap '' INT; sleep 1000 & echo $!; wait"]
+        assert limited.run_until(words, time.monotonic() + 1.0, 0.1, out) is None
+        out.seek(0)
+        child = int(out.readline())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(child).wait(timeout=10.0) is None
+    assert limited.run_until(["sh", "-c", "exit 3"], time.monotonic() + 60, 1.0) == 3
 
 
 def test_rows_of_a_trial_stay_out_of_the_results(tmp_path: Path) -> None:

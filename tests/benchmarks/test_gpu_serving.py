@@ -210,8 +210,8 @@ def test_an_executor_that_is_killed_loses_no_token(tmp_path: Path) -> None:
         "SIGKILL of the executor, exact", "tokens after SIGKILL, exact"
     ]  # fmt: skip
     waits, tokens = (row["medians"] for row in rows)
-    assert waits["tokens"] == 3 * 64
-    assert waits["longest_wait_s"] > 1, "a process was started meanwhile"
+    assert waits["tokens"] == 3 * 1024
+    assert waits["longest_wait_s"] > 0.1, "a process was started meanwhile"
     assert tokens == {"different_tokens": 0}
 
 

@@ -26,7 +26,7 @@ _ACCEPTANCE = 0.7
 """Of each draft behind accepted ones, at which the gain is computed."""
 _DRAFT_VOCAB = 32000
 _PROMPT, _OUTPUT, _TRIAL_OUTPUT = 64, 256, 12
-_STAGE_S = 10.0
+_STAGE_S = 4.0
 _OWN_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 

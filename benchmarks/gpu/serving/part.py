@@ -27,6 +27,7 @@ from benchmarks.gpu.serving.run import MIN_PEER_S, ROWS, Load, Run, serve_peer
 from benchmarks.gpu.serving.stages import equal_requests, make_requests, sample_of, serve_all
 from benchmarks.gpu.serving.starts import serve_starts
 from benchmarks.gpu.shapes import write_config
+from cadenza import LocalServiceError
 
 _FEATURES = {
     "drafts": serve_drafts, "heads": serve_heads, "adapters": serve_adapters, "grammars": serve_grammars,
@@ -62,7 +63,7 @@ def serve_shape(run: Run, options: argparse.Namespace) -> None:
                     _FEATURES[name](run, model, options.trial)
                 return
             ours = serve_all(run, model, options.trial, not options.no_peer, only_first=options.only is not None)
-        except BenchmarkError as error:
+        except (BenchmarkError, LocalServiceError) as error:
             run.add(Outcome(run.shape.name, "services", {"shape": run.shape.name}, error=one_line(error)))
         if options.no_peer:
             return
@@ -85,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
     end_at = time.monotonic() + seconds
     output = Output.of("serve", options.out, options.trial)
     print(header("serve"), flush=True)
-    ceilings = Ceilings() if options.trial else _measured_ceilings(end_at)
+    # With features and in fp8 nothing is held against them.
+    without = options.trial or options.fp8 or options.features
+    ceilings = Ceilings() if without else _measured_ceilings(end_at)
     text, found = [], []
     for index, shape in enumerate(options.shapes):
         load = make_load(options, shape.vocab_size)
@@ -97,6 +100,6 @@ def run(options: argparse.Namespace) -> int:
         text.append(environment.table(shape.name, shape_run.found))
         found += shape_run.found
     text.append(environment.summary(found))
-    (output.files / "serve.txt").write_text("\n".join(text) + "\n", encoding="utf-8")
+    output.write("serve.txt", "\n".join(text))
     print(*text, output.places(ROWS), sep="\n", flush=True)
     return int(any(outcome.error for outcome, _ in found))

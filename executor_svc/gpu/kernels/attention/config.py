@@ -151,6 +151,8 @@ _SPLIT_SOFTCAP = _DECODE_SOFTCAP | {
     ("fp8", 512): AttentionConfig(DECODE_ROWS, 16, 4, 2),
 }
 """Split ones spill as many with such a cache, too."""
+_SPLIT_SINKS = _SPLIT_SOFTCAP | {("32", 128): AttentionConfig(DECODE_ROWS, 32, 4, 2)}
+"""With 8 warps ptxas keeps 64 registers, and spills the places of results and sinks while keys are read."""
 _HOPPER_DECODE_BF16 = _DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 32, 2, 4)}
 """Measured on an H100, as the next two: `tune-decode` in benchmarks/results/gpu_kernels.jsonl.
 
@@ -200,6 +202,11 @@ _HOPPER_WIDE = _HOPPER | {
 """For decodes with more query heads per KV head than rows of a decode tile: the split kernel needs more registers."""
 _SPLIT_WIDE = {("32", 128): AttentionConfig(32, 16, 8, 2)}
 """For split decodes of as many heads before Hopper: with 4 warps some kernels spill."""
+_HOPPER_SPLIT_WIDE = _HOPPER_WIDE | {
+    ("32", 64): AttentionConfig(64, 16, 16, 2),
+    ("32", 128): AttentionConfig(32, 16, 16, 2),
+}
+"""With 8 warps some spill as in `_SPLIT_SINKS`, with a window and sinks even where 128 registers are allowed."""
 _HOPPER_COPIED = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(64, 64, 4, 3),
@@ -284,7 +291,7 @@ def _table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) -> dict[t
         table = _SMALL if arch in _SMALL_ARCHS else _AMPERE
         return table | _SPLIT_WIDE if phase is Phase.SPLIT else table
     if phase in _DECODES:
-        return _HOPPER_WIDE
+        return _HOPPER_SPLIT_WIDE if phase is Phase.SPLIT else _HOPPER_WIDE
     if copies:
         return _HOPPER_COPIED_MANY if kind.group > _HOPPER_COPIED["16", 128].rows else _HOPPER_COPIED
     return _HOPPER
@@ -299,7 +306,8 @@ def _decode_table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) ->
         table = _HOPPER_DECODE_COPIED if copies else _DECODE if spills else _HOPPER_DECODE_BF16
         return table | copied if phase is Phase.SPLIT else table | _HOPPER_UNSPLIT
     if more:
-        return _SPLIT_SOFTCAP | copied if phase is Phase.SPLIT else _DECODE_SOFTCAP
+        split = _SPLIT_SINKS if kind.sinks else _SPLIT_SOFTCAP
+        return split | copied if phase is Phase.SPLIT else _DECODE_SOFTCAP
     return _DECODE
 
 

@@ -17,16 +17,9 @@ LEAST_ARCH = 90
 _WAIT = tl.constexpr("griddepcontrol.wait; // $0")
 _LAUNCH = tl.constexpr("griddepcontrol.launch_dependents; // $0")
 """As Triton's `gdc_wait` and `gdc_launch_dependents`, which its interpreter cannot call."""
-_PREFETCH = tl.constexpr(
-    """
-    {
-        .reg .pred there;
-        setp.gt.s32 there, $2, 0;
-        @there cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-    }
-    """
-)
+_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+SECTOR = tl.constexpr(32)
+"""Bytes that the L2 cache loads at least."""
 
 
 @triton.jit
@@ -43,9 +36,9 @@ def launch_dependents():
 
 
 @triton.jit
-def prefetch(places, num_bytes):
-    """Ask for memory to come to the L2 cache: num_bytes at each of places, both multiples of 16; none for 0 or less."""
-    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [places, num_bytes], tl.int32, False, 1)
+def prefetch(places):
+    """Ask for the sector of each of these addresses to come to the L2 cache; neighbours' are asked for together."""
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l", [places], tl.int32, False, 1)
 
 
 def dependent_options(dependent: bool) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class ProbedDecodes:
                 self.inputs_of(rows).slot_mapping.fill_(-1)
 
     def fill(self, rows: int, variant: int = 0) -> bool:
-        """Set a decode of sequences with random keys and values in blocks of their own; return whether there are enough.
+        """Set a decode of sequences with random keys and values in blocks of their own; False if there are too few.
 
         variant: from 0; each has other tokens, keys and values.
         """

@@ -141,7 +141,7 @@ def _without_order(interpreter: Any) -> Any:
             self.get_result = lambda _: interpreter.TensorHandle(np.zeros(shape, np.int32), tl.int32)
 
     def assembly(_: Any, text: str, constraints: str, values: Any, *others: Any) -> Any:
-        if not any(name in text for name in ("griddepcontrol.", "prefetch.L2")):
+        if not any(name in text for name in ("griddepcontrol.", "prefetch.global.L2")):
             raise NotImplementedError(f"the interpreter does not know {text}")
         return Zeros(values)
 

@@ -31,7 +31,7 @@ MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 
 
 _FIRST = re.compile(
-    r"(?P<P>\bcp\.async\.bulk\.prefetch\.L2\.global\b)|(?P<W>\bgriddepcontrol\.wait\b)"
+    r"(?P<P>\bprefetch\.global\.L2\b)|(?P<W>\bgriddepcontrol\.wait\b)"
     r"|(?P<L>\bgriddepcontrol\.launch_dependents\b)"
     r"|(?P<M>\b(?:ld|st|atom|red)\.[\w.:]*global\b|\bcp\.(?:async|reduce)\b|\bbra\b|\bret\b|\bexit\b|\bcall\b)"
 )

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from executor_svc.gpu.kernels.activation import gelu_tanh, silu
-from executor_svc.gpu.kernels.dependent import begin_dependent, launch_dependents, prefetch
+from executor_svc.gpu.kernels.dependent import SECTOR, begin_dependent, launch_dependents, prefetch
 from executor_svc.gpu.kernels.norm import scaled_sum, weighted
 
 
@@ -66,19 +66,19 @@ def _added(at, there, PARTS: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def _prefetch_first(
-    weight, feature, out_features, in_features, begin, end, ENDING: tl.constexpr, FEATURES: tl.constexpr,
-    INNER: tl.constexpr, AHEAD: tl.constexpr,
+    weight, feature, out_features, in_features, begin, end, ENDING: tl.constexpr, INNER: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Ask for the columns of a tile that the first AHEAD steps multiply with."""
-    # A thread's instruction for each piece, and 128 threads.
-    pieces: tl.constexpr = 128 // FEATURES
-    columns: tl.constexpr = AHEAD * INNER // pieces
-    first = begin + tl.arange(0, pieces) * columns
-    num_bytes = tl.minimum(end - first, columns) * 2
-    places = weight + feature[:, None] * in_features + first[None, :]
-    prefetch(places, num_bytes[None, :])
-    if ENDING >= 2:
-        prefetch(places + out_features.to(tl.int64) * in_features, num_bytes[None, :])
+    """Ask for the columns of a tile that the first AHEAD steps multiply with; again for the last if there are fewer."""
+    numbers: tl.constexpr = SECTOR // 2
+    inner = tl.arange(0, INNER // numbers) * numbers
+    rows = weight + feature[:, None] * in_features
+    second = out_features.to(tl.int64) * in_features
+    for step in tl.static_range(AHEAD):
+        places = rows + tl.minimum(begin + step * INNER + inner, end - numbers)[None, :]
+        prefetch(places)
+        if ENDING >= 2:
+            prefetch(places + second)
 
 
 @triton.jit(do_not_specialize=["rows", "num_squares"])
@@ -101,7 +101,7 @@ def skinny_kernel(
     begin = piece * part
     end = tl.minimum(begin + part, in_features)
     if AHEAD > 0:
-        _prefetch_first(weight, known, out_features, in_features, begin, end, ENDING, FEATURES, INNER, AHEAD)
+        _prefetch_first(weight, known, out_features, in_features, begin, end, ENDING, INNER, AHEAD)
         begin_dependent()
     x_at = x + row[:, None] * in_features + inner[None, :]
     weight_at = weight + known[:, None] * in_features + inner[None, :]

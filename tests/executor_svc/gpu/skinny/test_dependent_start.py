@@ -21,7 +21,10 @@ from tests.executor_svc.gpu.skinny.test_skinny_start import kernels_of, made
 from tests.helpers.executor.plans import scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
 
-pytestmark = test_warm_up.pytestmark
+pytestmark = [
+    *test_warm_up.pytestmark,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU measures for itself"),
+]
 
 FUSED = {"skinny_kernel", "new_keys_kernel"}
 USED = "programmatic dependent launches: the same bits in"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from executor_svc.gpu.kernels.dependent import LEAST_ARCH
 from executor_svc.gpu.kernels.skinny.attention import NewKeys, attention_of_new
 from executor_svc.gpu.kernels.skinny.product import RowNorm, skinny_product, square_rows
 from executor_svc.gpu.kernels.skinny.tiles import GATED_NARROW, GATED_WIDE, NARROW, ROWS, WIDE, SkinnyPlan, SkinnyTile
@@ -19,7 +20,8 @@ from tests.executor_svc.gpu.kernels.attention.test_split import SMS, scratch_for
 from tests.executor_svc.gpu.kernels.skinny.test_attention_of_new import random_rope, slots_of
 from tests.executor_svc.gpu.kernels.skinny.test_skinny_product import Made, scratch_of
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not tell in which order programs do what")
+ON_GPU = torch.cuda.is_available()
+interpreted = pytest.mark.skipif(ON_GPU, reason="a GPU does not tell in which order programs do what")
 
 WAIT, LAUNCH, PREFETCH, MEMORY = "wait", "launch_dependents", "prefetch", "memory"
 
@@ -29,8 +31,8 @@ class Event(NamedTuple):
 
     program: tuple[int, ...]
     kind: str
-    bytes: tuple[Any, Any] = (None, None)
-    """Of a prefetch: its addresses, and how many bytes from each."""
+    places: Any = None
+    """Addresses of a prefetch."""
 
 
 class Watched:
@@ -40,10 +42,10 @@ class Watched:
         self._memory = memory
         self.events: list[Event] = []
 
-    def note(self, kind: str, *of_bytes: Any) -> None:
+    def note(self, kind: str, places: Any = None) -> None:
         from triton.runtime import interpreter
 
-        self.events.append(Event(tuple(interpreter.interpreter_builder.grid_idx), kind, of_bytes or (None, None)))
+        self.events.append(Event(tuple(interpreter.interpreter_builder.grid_idx), kind, places))
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._memory, name)
@@ -72,7 +74,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     assemble = interpreter.InterpreterBuilder.create_inline_asm
 
     def noted(self: Any, text: str, constraints: str, values: Any, *others: Any) -> Any:
-        (kind,) = (each for each in (WAIT, LAUNCH, PREFETCH) if f".{each}" in text)
+        (kind,) = (each for each in (WAIT, LAUNCH, PREFETCH) if each in text)
         found.note(kind, *(value.data.copy() for value in values))
         return assemble(self, text, constraints, values, *others)
 
@@ -97,9 +99,16 @@ def twice(run: Callable[[bool], Tensor], watched: Watched) -> None:
     assert torch.equal(run(True).view(torch.uint8), expected.view(torch.uint8))
 
 
+@interpreted
 @pytest.mark.parametrize(
     ("tile", "parts", "ending"),
-    [(NARROW, 1, "plain"), (WIDE, 2, "plain"), (NARROW, 2, "residual"), (GATED_NARROW, 1, "silu"), (GATED_WIDE, 2, "silu")],
+    [
+        (NARROW, 1, "plain"),
+        (WIDE, 2, "plain"),
+        (NARROW, 2, "residual"),
+        (GATED_NARROW, 1, "silu"),
+        (GATED_WIDE, 2, "silu"),
+    ],
 )
 @pytest.mark.parametrize("columns", [272, 1552])
 def test_products(tile: SkinnyTile, parts: int, ending: str, columns: int, watched: Watched) -> None:
@@ -122,7 +131,7 @@ def test_products(tile: SkinnyTile, parts: int, ending: str, columns: int, watch
 
     watched.events.clear()
     twice(run, watched)
-    waits_first(watched, plan.num_tiles * parts, 1 + gated)
+    waits_first(watched, plan.num_tiles * parts, (1 + gated) * (tile.num_stages - 1))
     ahead = (tile.num_stages - 1) * tile.inner
     wanted = torch.zeros(made.weight.shape, dtype=torch.bool)
     for begin in range(0, columns, plan.part):
@@ -132,18 +141,18 @@ def test_products(tile: SkinnyTile, parts: int, ending: str, columns: int, watch
 
 def asked_for(watched: Watched, weight: Tensor) -> Tensor:
     """Which numbers of a weight are asked for by any program."""
-    found, size = torch.zeros(weight.numel(), dtype=torch.bool), weight.element_size()
-    for places, counts in (event.bytes for event in watched.events if event.kind == PREFETCH):
-        for place, count in zip(*(each.ravel().tolist() for each in np.broadcast_arrays(places, counts)), strict=True):
-            if count > 0:
-                first, odd = divmod(place - weight.data_ptr(), size)
-                assert (odd, place % 16, count % 16) == (0, 0, 0)
-                assert 0 <= first
-                assert first + count // size <= weight.numel()
-                found[first : first + count // size] = True
+    found = torch.zeros(weight.numel(), dtype=torch.bool)
+    for place in np.unique(
+        np.concatenate([event.places.ravel() for event in watched.events if event.kind == PREFETCH])
+    ):
+        first, odd = divmod(int(place) - weight.data_ptr(), weight.element_size())
+        assert (odd, first % 16) == (0, 0)
+        assert 0 <= first < weight.numel()
+        found[first : first + 16] = True
     return found.view(weight.shape)
 
 
+@interpreted
 @pytest.mark.parametrize("many", [False, True])
 def test_attention(many: bool, watched: Watched) -> None:
     """Programs without keys wait, too: only if all have waited has every kernel before ended when this one has."""
@@ -167,6 +176,7 @@ def test_attention(many: bool, watched: Watched) -> None:
     assert len(watched.programs()) % (call.num_seqs * sizes.kv_heads) == 0
 
 
+@interpreted
 def test_sums_of_squares_let_the_next_begin_and_are_in_order_themselves(watched: Watched) -> None:
     plan = SkinnyPlan.of(100, 272, False, SMS)
     x, squares = torch.randn(3, 100).to(torch.bfloat16), torch.zeros(plan.num_tiles, ROWS)
@@ -177,3 +187,32 @@ def test_sums_of_squares_let_the_next_begin_and_are_in_order_themselves(watched:
 
     twice(run, watched)
     assert {tuple(watched.kinds(program)) for program in watched.programs()} == {(LAUNCH, MEMORY, MEMORY)}
+
+
+@pytest.mark.skipif(ON_GPU and ARCH < LEAST_ARCH, reason="needs programmatic dependent launches")
+def test_chains_have_the_same_bits(device: torch.device) -> None:
+    """Products that read each other's results and share scratch memory, of two inputs in turn: none comes late."""
+    made = Made(5, 512, 512, device, torch.bfloat16, times=2)
+    square, scale = (
+        made.weight[:512].contiguous(),
+        RowNorm(made.norm_weight, 1e-5, torch.zeros(16, ROWS, device=device)),
+    )
+    plan, gated = SkinnyPlan(NARROW, 16, 2, 256), SkinnyPlan(GATED_NARROW, 16, 2, 256)
+    scratch, middle, fed = scratch_of(gated, True, device), torch.empty_like(made.x), torch.empty_like(made.x)
+    inputs = made.x, (made.x * 1.5).contiguous()
+
+    def run(x: Tensor, early: bool) -> Tensor:
+        residual = x.clone()
+        square_rows(residual, scale.squares, plan, early)
+        for _ in range(3):
+            skinny_product(residual, square, middle, scratch, plan, scale, dependent=early)
+            skinny_product(middle, square, residual, scratch, plan, squares=scale.squares, dependent=early)
+            skinny_product(residual, made.weight, fed, scratch, gated, scale, None, "silu", dependent=early)
+            skinny_product(fed, square, residual, scratch, plan, squares=scale.squares, dependent=early)
+        return residual
+
+    expected = [run(x, False) for x in inputs]
+    assert not torch.equal(*expected)
+    assert expected[0].isfinite().all()
+    for _ in range(50 if ON_GPU else 1):
+        assert all(torch.equal(run(x, True), wanted) for x, wanted in zip(inputs, expected, strict=True))

@@ -44,11 +44,18 @@ class ProbedDecodes:
         return [each for each in kernels.choices if each.result.data_ptr() == self.hidden.data_ptr()]
 
     def each(self) -> Iterator[tuple[int, Replay]]:
-        """Yield each number of sequences that is probed, and what enqueues their decode, with inputs filled."""
-        for rows in (size for size in PROBED if size <= min(ROWS, self.max_num_seqs)):
+        """Yield each number of sequences that is probed, and what enqueues their decode; `clear` comes after."""
+        for rows in self._sizes():
             if self.fill(rows):
                 yield rows, partial(self.run, rows)
-                self.inputs_of(rows).slot_mapping.fill_(-1)
+
+    def clear(self) -> None:
+        """Let no decode of these numbers of sequences write keys and values any more, until it is filled again."""
+        for rows in self._sizes():
+            self.inputs_of(rows).slot_mapping.fill_(-1)
+
+    def _sizes(self) -> list[int]:
+        return [size for size in PROBED if size <= min(ROWS, self.max_num_seqs)]
 
     def fill(self, rows: int, variant: int = 0) -> bool:
         """Set a decode of sequences with random keys and values in blocks of their own; False if there are too few.

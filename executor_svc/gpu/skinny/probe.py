@@ -36,6 +36,7 @@ def probe_choices(kernels: EitherKernels, decodes: ProbedDecodes, measure: Measu
             _log.info("steps of %d rows by fused layers take %.2f of the time", rows, ratio)
         if ratio is not None and ratio < 1.0:
             faster.append(rows)
+    decodes.clear()
     use(choices, faster)
 
 

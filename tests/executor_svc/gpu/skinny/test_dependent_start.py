@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.skinny import dependent_probe
-from executor_svc.gpu.skinny.decodes import Replay
+from executor_svc.gpu.skinny.decodes import ProbedDecodes, Replay
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu import test_warm_up
 from tests.executor_svc.gpu.skinny.test_skinny_start import kernels_of, made
@@ -137,6 +137,14 @@ def test_where_they_cannot_be(
     monkeypatch.setattr("executor_svc.gpu.device._HOPPER", (80, 108))
     started(folder, monkeypatch, timed())
     assert said(caplog) == f"{NOT_USED}they need a GPU of compute capability 9.0, this has 8.0"
+
+
+def test_without_room_for_a_decode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ProbedDecodes, "fill", lambda *_: False)
+    started(made(tmp_path), monkeypatch, timed())
+    assert said(caplog) == f"{NOT_USED}no block of keys and values is there to try them"
 
 
 def test_nothing_is_said_or_tried_by_default(

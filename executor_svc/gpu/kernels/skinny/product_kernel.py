@@ -65,11 +65,14 @@ def _added(at, there, PARTS: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def _prefetch_first(
+def _begin_early(
     weight, feature, out_features, in_features, begin, end, ENDING: tl.constexpr, INNER: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Ask for the columns of a tile that the first AHEAD steps multiply with; again for the last if there are fewer."""
+    """Ask for the columns of a tile that the first AHEAD steps multiply with, then wait for the kernel before.
+
+    Of fewer columns the last ones are asked for again.
+    """
     numbers: tl.constexpr = SECTOR // 2
     inner = tl.arange(0, INNER // numbers) * numbers
     rows = weight + feature[:, None] * in_features
@@ -79,6 +82,7 @@ def _prefetch_first(
         prefetch(places)
         if ENDING >= 2:
             prefetch(places + second)
+    begin_dependent()
 
 
 @triton.jit(do_not_specialize=["rows", "num_squares"])
@@ -101,8 +105,7 @@ def skinny_kernel(
     begin = piece * part
     end = tl.minimum(begin + part, in_features)
     if AHEAD > 0:
-        _prefetch_first(weight, known, out_features, in_features, begin, end, ENDING, INNER, AHEAD)
-        begin_dependent()
+        _begin_early(weight, known, out_features, in_features, begin, end, ENDING, INNER, AHEAD)
     x_at = x + row[:, None] * in_features + inner[None, :]
     weight_at = weight + known[:, None] * in_features + inner[None, :]
     up_at = weight_at + out_features.to(tl.int64) * in_features

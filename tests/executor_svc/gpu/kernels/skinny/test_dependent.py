@@ -192,12 +192,10 @@ def test_sums_of_squares_let_the_next_begin_and_are_in_order_themselves(watched:
 @pytest.mark.skipif(ON_GPU and ARCH < LEAST_ARCH, reason="needs programmatic dependent launches")
 def test_chains_have_the_same_bits(device: torch.device) -> None:
     """Products that read each other's results and share scratch memory, of two inputs in turn: none comes late."""
-    made = Made(5, 512, 512, device, torch.bfloat16, times=2)
-    square, scale = (
-        made.weight[:512].contiguous(),
-        RowNorm(made.norm_weight, 1e-5, torch.zeros(16, ROWS, device=device)),
-    )
-    plan, gated = SkinnyPlan(NARROW, 16, 2, 256), SkinnyPlan(GATED_NARROW, 16, 2, 256)
+    made = Made(5, 256, 256, device, torch.bfloat16, times=2)
+    square = made.weight[:256].contiguous()
+    scale = RowNorm(made.norm_weight, 1e-5, torch.zeros(8, ROWS, device=device))
+    plan, gated = SkinnyPlan(NARROW, 8, 2, 128), SkinnyPlan(GATED_NARROW, 8, 2, 128)
     scratch, middle, fed = scratch_of(gated, True, device), torch.empty_like(made.x), torch.empty_like(made.x)
     inputs = made.x, (made.x * 1.5).contiguous()
 

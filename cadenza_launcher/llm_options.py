@@ -153,6 +153,11 @@ class LLMOptions(TypedDict, total=False):
     activations and sums fused into them; auto: in those sizes in which the start finds them right, and faster; on: in
     all. Not in exact mode, and not with adapters, ranks or a cache in fp8 (docs/gpu.md). [default: off]"""
 
+    pdl: Literal["off", "auto"] | None
+    """On a GPU of compute capability 9.0 or later, let kernels of --skinny-gemms begin before the ones before them end,
+    and fetch weights meanwhile (programmatic dependent launch); auto: if the start finds the same bits so, and less
+    time (docs/gpu.md). [default: off]"""
+
     device: Literal["auto", "cpu", "cuda"] | None
     """Device that runs the model; auto: a GPU if PyTorch finds one, else the CPU. [default: auto]"""
 

@@ -42,3 +42,10 @@ class KernelOptions(SimulationOptions):
         "(docs/gpu.md).",
         json_schema_extra=about("Batching"),
     )
+    pdl: Literal["off", "auto"] = Field(
+        "off",
+        description="On a GPU of compute capability 9.0 or later, let kernels of --skinny-gemms begin before the ones "
+        "before them end, and fetch weights meanwhile (programmatic dependent launch); auto: if the start finds the "
+        "same bits so, and less time (docs/gpu.md).",
+        json_schema_extra=about("Batching"),
+    )

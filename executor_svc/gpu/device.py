@@ -109,7 +109,8 @@ class GpuDevice:
         self._few_bits_choices: FewBitsChoices | None = None
         if config.few_bits_products == "measured" and self._exact is None:
             self._few_bits_choices = FewBitsChoices(self._workspace, arch, num_sms)
-        self._kernels = SkinnyKernels(self.torch_device, arch, num_sms, self._attention, config.skinny_gemms)
+        ways = self._attention, config.skinny_gemms, config.pdl, self.choices
+        self._kernels = SkinnyKernels(self.torch_device, arch, num_sms, *ways)
         self._prompts: PromptBackend | None = None
         if config.attention_backend == "gluon":
             exact = self._attention is not None

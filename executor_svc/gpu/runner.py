@@ -34,6 +34,8 @@ from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.kernels.states.plan import GpuStatePlan
 from executor_svc.gpu.launches.repeated import RepeatedParts
 from executor_svc.gpu.launches.watching import are_watched
+from executor_svc.gpu.skinny.decodes import ProbedDecodes
+from executor_svc.gpu.skinny.dependent_probe import probe_dependent
 from executor_svc.gpu.skinny.probe import probe_choices
 from executor_svc.gpu.skinny.recording import EitherKernels
 from executor_svc.gpu.slots.device_slots import DeviceSlots, is_decode
@@ -150,12 +152,14 @@ class GpuRunner:
         return recurrent
 
     def _probe(self, kernels: Kernels, kv_layers: Sequence[Tensor]) -> None:
-        """Let decodes be computed by fused layers where this GPU is faster so; before any graph is captured."""
+        """Let decodes be computed by fused layers where this GPU is faster so; before any graph is captured.
+
+        First what fused layers launch is decided, so that what is measured is what will run.
+        """
         if not isinstance(kernels, EitherKernels):
             return
         longest = self._slots.limits.max_model_len
-        probe_choices(
-            kernels,
+        decodes = ProbedDecodes(
             self._recorded.hidden,
             lambda count: self._slots.inputs(StepSizes.decode(count)),
             lambda count: self._run_hidden(StepSizes.decode(count), 1, longest, drafted=True),
@@ -163,6 +167,8 @@ class GpuRunner:
             min(self._max_logits, self._most.num_tokens),
             longest,
         )
+        probe_dependent(kernels, decodes)
+        probe_choices(kernels, decodes)
 
     def use_adapters(self, used: bool) -> None:
         """Say whether the next step has adapters: those of its slots' places."""

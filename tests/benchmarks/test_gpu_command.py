@@ -67,7 +67,8 @@ def test_groups_follow_from_options() -> None:
         return [group.name for group in groups_of(parse(["kernels", *arguments]))]
 
     assert names("--groups", "linears") == ["ceilings", "linears"]
-    assert set(names()) - set(names("--shapes", "qwen3-0.6b")) == {"steps-8b", "steps-8b-exact", "steps-8b-skinny"}
+    of_8b = {"steps-8b", "steps-8b-exact", "steps-8b-skinny", "steps-8b-pdl"}
+    assert set(names()) - set(names("--shapes", "qwen3-0.6b")) == of_8b
 
 
 @dataclass

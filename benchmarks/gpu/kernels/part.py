@@ -46,7 +46,8 @@ _TUNED_BY = ("kv", "batch", "context", "num_tokens")
 def groups_of(options: argparse.Namespace) -> list[Group]:
     """The chosen groups, ceilings always; of whole steps those of the chosen shapes."""
     shapes = {shape.name for shape in options.shapes}
-    of_shapes = [*steps.GROUPS.items(), *steps.SKINNY.items(), (steps.EXACT_SHAPE, steps.EXACT)]
+    of_shapes = [*steps.GROUPS.items(), *steps.SKINNY.items()]
+    of_shapes += [(steps.EARLY_SHAPE, steps.EARLY), (steps.EXACT_SHAPE, steps.EXACT)]
     other_steps = [] if options.trial else [group for name, group in of_shapes if name not in shapes]
     chosen = [group.name for group in ORDER if group not in other_steps] if options.groups is None else options.groups
     return [group for group in ORDER if group.name in chosen or group is CEILINGS]
@@ -183,6 +184,7 @@ ORDER: tuple[Group, ...] = (
     *steps.GROUPS.values(),
     skinny.GROUP,
     *steps.SKINNY.values(),
+    steps.EARLY,
     steps.EXACT,
     elementwise.GROUP,
     linears.GROUP,

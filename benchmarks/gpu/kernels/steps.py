@@ -224,3 +224,6 @@ SKINNY = {
     QWEN3_06B.name: _group("steps-0.6b-skinny", QWEN3_06B, _FEW, (), None, 70.0, 60, skinny_gemms="on"),
 }
 """Decodes by fused layers, to be held against those of `GROUPS`; by the name of the shape."""
+EARLY_SHAPE = LLAMA_8B.name
+EARLY = _group("steps-8b-pdl", LLAMA_8B, _FEW, (), None, 88.0, 90, skinny_gemms="on", pdl="auto")
+"""The same by kernels that begin early if the start finds that right, to be held against those of `SKINNY`."""

@@ -44,5 +44,7 @@ class Variant:
     """Most instructions that read less than 16 bytes of global memory at once; None: any number."""
     roles: bool = False
     """Whether its warps must have roles on sm_90: one copies, the others compute weights while a product runs."""
+    dependent: bool = False
+    """Whether it may begin before the kernel before has ended: its PTX must then wait first, as `dependent` says."""
     quick: bool = False
     """Whether every `make test` compiles it."""

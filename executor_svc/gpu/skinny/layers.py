@@ -96,7 +96,8 @@ class SkinnyLayers:
     def begin(self, residual: Tensor) -> None:
         first = self._layers[0]
         # As if the layer's own last product had left them: its tiles are those of the same columns.
-        self._kernels.run(residual, lambda n: square_rows(residual[:n], first.after, first.down.plan))
+        kernels, plan = self._kernels, first.down.plan
+        kernels.run(residual, lambda n: square_rows(residual[:n], first.after, plan, kernels.dependent))
 
     def run(
         self, index: int, residual: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan, table: int = 0
@@ -114,27 +115,37 @@ class SkinnyLayers:
             call = plan.call(qkv[:n].view(n, -1, size)[:, : shape.num_heads], kv_layer, attended[:n], table=table)
             turned = rope._replace(rows=rope.rows[:n])
             new = NewKeys(qkv[:n], turned, plan.slot_mappings[table, :n], parts.head_norms)
-            attention_of_new(call, new, plan.arch, plan.scratch, plan.num_sms)
+            attention_of_new(call, new, plan.arch, plan.scratch, plan.num_sms, dependent=kernels.dependent)
 
         first = RowNorm(parts.attention_norm, parts.eps, layer.before)
         second = RowNorm(parts.mlp_norm, parts.eps, layer.between)
-        scale, scratch = parts.residual_scale, self._scratch
+        scratch = self._scratch
 
         def project(n: int) -> None:
-            _multiply(layer.qkv, residual[:n], qkv[:n], scratch, first)
+            product = layer.qkv
+            skinny_product(
+                residual[:n], product.weight, qkv[:n], scratch, product.plan, first, product.bias,
+                dependent=kernels.dependent,
+            )  # fmt: skip
+
+        def add(product: _SkinnyLinear, x: Tensor, into: Tensor, squares: Tensor) -> None:
+            skinny_product(
+                x, product.weight, into, scratch, product.plan, bias=product.bias, squares=squares,
+                scale=parts.residual_scale, dependent=kernels.dependent,
+            )  # fmt: skip
 
         def add_attended(n: int) -> None:
-            _add(layer.output, attended[:n], residual[:n], scratch, layer.between, scale)
+            add(layer.output, attended[:n], residual[:n], layer.between)
 
         def gate(n: int) -> None:
             product = layer.gate_up
             skinny_product(
                 residual[:n], product.weight, activated[:n], scratch, product.plan, second, product.bias,
-                parts.activation,
+                parts.activation, dependent=kernels.dependent,
             )  # fmt: skip
 
         def add_fed_forward(n: int) -> None:
-            _add(layer.down, activated[:n], residual[:n], scratch, layer.after, scale)
+            add(layer.down, activated[:n], residual[:n], layer.after)
 
         for operation in (project, attend, add_attended, gate, add_fed_forward):
             kernels.run(residual, operation)
@@ -154,16 +165,6 @@ class SkinnyLayers:
             return n <= ROWS and all(isinstance(plan, GpuAttentionPlan) and _takes(plan) for plan in plans)
 
         return self._kernels.either(residual, fits, fused, apart)
-
-
-def _multiply(product: _SkinnyLinear, x: Tensor, out: Tensor, scratch: SkinnyScratch, norm: RowNorm) -> None:
-    skinny_product(x, product.weight, out, scratch, product.plan, norm, product.bias)
-
-
-def _add(
-    product: _SkinnyLinear, x: Tensor, residual: Tensor, scratch: SkinnyScratch, squares: Tensor, scale: float
-) -> None:
-    skinny_product(x, product.weight, residual, scratch, product.plan, bias=product.bias, squares=squares, scale=scale)
 
 
 def _takes(plan: GpuAttentionPlan) -> bool:

@@ -9,12 +9,15 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from executor_svc.gpu.choices.ways import KernelChecks
 from executor_svc.gpu.kernels.exact.attention_probe import ExactAttention
 from executor_svc.gpu.kernels.gpu_kernels import Operation
 from executor_svc.gpu.states import GpuStateKernels
 
 SkinnyGemms = Literal["off", "auto", "on"]
 """Whether steps of few rows are computed by fused layers; auto: where a start has found them right, and faster."""
+Pdl = Literal["off", "auto"]
+"""Whether their kernels begin before the ones before them end; auto: if a start has found the same bits, and sooner."""
 
 
 PROBED = (1, 2, 4, 8, 16)
@@ -56,12 +59,19 @@ class EitherKernels(GpuStateKernels):
         num_sms: int,
         exact: ExactAttention | None = None,
         skinny_gemms: SkinnyGemms = "off",
+        pdl: Pdl = "off",
+        checks: KernelChecks | None = None,
     ) -> None:
         """As of `GpuKernels`."""
         super().__init__(device, arch, num_sms, exact)
         self.skinny_gemms: SkinnyGemms = "off" if exact is not None else skinny_gemms
         if self.skinny_gemms != "off":
             self.name = f"{self.name} skinny-1 {self.skinny_gemms}"
+        self.pdl = pdl
+        self.checks = checks or KernelChecks(device)
+        """Of the start, which remembers what has ended a process."""
+        self.dependent = False
+        """Whether fused layers launch dependent kernels from now on: see `kernels.dependent`. Bits are the same."""
         self.choices: WeakSet[Either] = WeakSet()
         """Those that are recorded and in use."""
 

@@ -7,9 +7,10 @@
 enum { MOST_SHARED_BYTES = 232448, MOST_THREADS = 1024, MOST_GRID_YZ = 65535, MOST_BOX = 256, ALIGNMENT = 16 };
 
 static int anything;
-static long num_launches, num_descriptors;
+static long num_launches, num_programmatic, num_descriptors;
 
 long stub_launches(void) { return num_launches; }
+long stub_programmatic(void) { return num_programmatic; }
 long stub_descriptors(void) { return num_descriptors; }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *at, CUfunction kernel, void **arguments, void **extra) {
@@ -21,6 +22,9 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *at, CUfunction kernel, void **ar
             at->gridDimZ, at->blockDimX, at->sharedMemBytes);
     return CUDA_ERROR_INVALID_VALUE;
   }
+  for (unsigned i = 0; i < at->numAttrs; i++)
+    if (at->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+      num_programmatic += at->attrs[i].value.programmaticStreamSerializationAllowed == 1;
   return CUDA_SUCCESS;
 }
 

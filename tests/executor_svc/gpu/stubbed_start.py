@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from executor_svc.gpu import device as gpu_device
 from executor_svc.gpu import graphs as gpu_graphs
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.compiled.kernel_cache import COMPILED
+from executor_svc.gpu.kernels.slots.slots import StepSizes
 from executor_svc.gpu.launches.repeated import RepeatedParts
 from executor_svc.gpu.launches.watched_launcher import WatchedLauncher
 from executor_svc.gpu.linear import PlainLinear
+from executor_svc.gpu.skinny import dependent_probe
 from executor_svc.startup import executors as startup_device
 from tests.executor_svc.gpu.repeating import count_repeats
 from tests.helpers.executor.plans import ints, plan, scheduled, sequence
@@ -134,6 +137,20 @@ def _launched_alike(executor: Any, step_id: int) -> list[list[list[Any]]]:
     return alike
 
 
+def _decodes_alike(executor: Any, stub: ctypes.CDLL) -> tuple[list[list[list[Any]]], list[int]]:
+    """Return the launches of hidden states of a decode, three times, and how many of each were programmatic."""
+    runner, sizes = executor._runner, StepSizes.decode(2)
+    runner.repeated = RepeatedParts()
+    alike, programmatic = [], []
+    for _ in range(3):
+        del launched[:]
+        before = stub.stub_programmatic()
+        runner.run_part("decode", partial(runner._run_hidden, sizes, 1, OPTIONS["max_model_len"]))
+        programmatic.append(stub.stub_programmatic() - before)
+        alike.append(list(launched))
+    return alike, programmatic
+
+
 def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}") -> None:
     stub = ctypes.CDLL(str(Path(stub_folder, LIBRARY)), mode=ctypes.RTLD_GLOBAL)
     driver.set_active(StubbedDriver())
@@ -149,6 +166,9 @@ def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}
         patch.setattr(gpu_graphs, "_MIXED_TOKENS", (32,))
         # As on a GPU, where a wider result is written by one operation.
         patch.setattr(PlainLinear, "_to_float", lambda _, x, out: out.zero_())
+        seconds = itertools.count(1.0, -1e-3)
+        measured = partial(dependent_probe.probe_dependent, measure=lambda run: (run, next(seconds)))
+        patch.setattr(gpu_runner, "probe_dependent", measured)
         compiled, names = noted_compiles(patch), noted_launches(patch)
         COMPILED.listen()
         began = time.monotonic()
@@ -167,23 +187,28 @@ def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}
             *({"decode_ready": True, "max_drafts": most} for most in (0, 2, 3)),
         ]
         launches, by_step = [stub.stub_launches()], []
+        programmatic = [stub.stub_programmatic()]
         for step_id, fields in enumerate(steps, 1):
             names.clear()
             executor.launch(plan(step_id=step_id, **fields), 0).result()
             launches.append(stub.stub_launches())
+            programmatic.append(stub.stub_programmatic())
             by_step.append(Counter(names))
         alike = _launched_alike(executor, len(steps) + 1)
+        decodes, of_decodes = _decodes_alike(executor, stub)
     seen = {
         "compiled": compiled[:num_at_start],
         "compiled_by_steps": compiled[num_at_start:],
         "launches": [after - before for before, after in itertools.pairwise(launches)],
+        "programmatic": [after - before for before, after in itertools.pairwise(programmatic)],
         "names": by_step,
         "num_descriptors": stub.stub_descriptors(),
         "compiled_anew": COMPILED.num_compiled,
         "from_cache": COMPILED.num_cached,
         "compile_s": round(COMPILED.seconds, 1),
         "start_s": round(start_s, 1),
-        "differing": sum(one != other for one, other in zip(*alike[1:], strict=True)),
+        "differing": sum(one != other for each in (alike, decodes) for one, other in zip(*each[1:], strict=True)),
+        "programmatic_decodes": of_decodes,
         "repeated": repeated,
     }
     print(json.dumps(seen))

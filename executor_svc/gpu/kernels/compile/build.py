@@ -30,6 +30,14 @@ MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Maximum shared memory of a block in bytes, by arch (CUDA C++ Programming Guide, technical specifications)."""
 
 
+_FIRST = re.compile(
+    r"(?P<P>\bprefetch\.global\.L2\b)|(?P<W>\bgriddepcontrol\.wait\b)"
+    r"|(?P<L>\bgriddepcontrol\.launch_dependents\b)"
+    r"|(?P<M>\b(?:ld|st|atom|red)\.[\w.:]*global\b|\bcp\.(?:async|reduce)\b|\bbra\b|\bret\b|\bexit\b|\bcall\b)"
+)
+"""Instructions of PTX by the letters of `Build.order`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """Properties of one variant's machine code for one arch. Memory in bytes, spills and stack per thread."""
@@ -67,6 +75,11 @@ class Build:
     """
     num_touching: int
     """Instructions that name registers of a product which may still run."""
+    order: str
+    """What it does first that counts for the kernels beside it, a letter each, up to the first M.
+
+    P: asks for memory; W: waits for the kernel before; L: lets the next begin; M: accesses memory, branches or ends.
+    """
     seconds: float
     """Seconds of the compilation."""
 
@@ -168,6 +181,8 @@ def build_errors(variant: Variant, build: Build) -> list[str]:
             found.append("computes no exponents while a product runs, and must")
         if build.num_touching:
             found.append(f"touches registers of products that may still run, {build.num_touching} times")
+    if variant.dependent and not re.fullmatch("P*WLM", build.order):
+        found.append(f"begins with {build.order}, and must wait before all but prefetches, and then let the next begin")
     if build.shared > MAX_SHARED[build.arch]:
         found.append(f"needs {build.shared} bytes of shared memory; a block has {MAX_SHARED[build.arch]}")
     return found
@@ -237,4 +252,15 @@ def _ptx_facts(ptx: str) -> dict[str, Any]:
         "num_bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor\S*shared\S*global", ptx)),
         "role_registers": sorted({int(count) for count in re.findall(r"setmaxnreg\.\S+\s+(\d+)", ptx)}),
         "num_barriers": len(re.findall(r"mbarrier\.init", ptx)),
+        "order": _order(ptx),
     }
+
+
+def _order(ptx: str) -> str:
+    """Return `Build.order`: of the text, in which all that precedes the first branch is run first."""
+    found = ""
+    for letter in (each.lastgroup or "" for each in _FIRST.finditer(ptx)):
+        found += letter
+        if letter == "M":
+            break
+    return found

@@ -29,6 +29,7 @@ from executor_svc.gpu.kernels.attention.config import (
 from executor_svc.gpu.kernels.attention.segments import MAX_SEGMENTS, SEGMENTS, Segments, SegmentScratch
 from executor_svc.gpu.kernels.attention.split import attend_share, share_of, split_tokens
 from executor_svc.gpu.kernels.attention.variants import name_of
+from executor_svc.gpu.kernels.dependent import LEAST_ARCH, begin_dependent, dependent_options
 from executor_svc.gpu.kernels.rows import DTYPES, check
 from executor_svc.gpu.kernels.skinny.new_keys import prepared_heads, write_new_keys
 from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
@@ -72,9 +73,14 @@ def new_keys_kernel(
     HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, MORE: tl.constexpr, MORE_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr, COPIES: tl.constexpr, STAGES: tl.constexpr, MANY: tl.constexpr,
-    MERGES: tl.constexpr, MOST: tl.constexpr,
+    MERGES: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Process one of `parts` runs of segments of one sequence's KV head, as `split_kernel` does."""
+    """Process one of `parts` runs of segments of one sequence's KV head, as `split_kernel` does.
+
+    DEPENDENT: whether it may begin before the kernel before has ended.
+    """
+    if DEPENDENT:
+        begin_dependent()
     of_sequence, of_rows, of_segments = share_of(
         query_start_loc, seq_lens, num_kv_heads, parts, segments, least_tiles, max_tokens, group, window,
         ROWS, TILE, HAS_WINDOW, MANY,
@@ -122,11 +128,12 @@ def attention_of_new(
     scratch: SegmentScratch,
     num_sms: int,
     segments: Segments | None = None,
+    dependent: bool = False,
 ) -> None:
     """Write keys and values of a step of few tokens per sequence to the cache, and attention to `call.out`.
 
     call: q is queries as the linear has left them; in 16 bits, as the cache; without sinks and latents. segments:
-    replaces the default ones. Raises ValueError.
+    replaces the default ones. dependent: as of `product.skinny_product`. Raises ValueError.
     """
     call.check()
     _check(call, new)
@@ -148,7 +155,8 @@ def attention_of_new(
         scratch.counters, new.qkv.stride(0), call.block_tables.stride(0), call.num_kv_heads, call.block_rows,
         call.value_rows, call.group, call.block_size, call.block_bits, parts, most,
         max(1, segments.least_keys // config.tile), call.max_query_len, scale, softcap, call.span,
-        **_constants(call.kind, config, many, cos.shape[1], 0 if new.norms is None else len(q_norm)),
+        **_constants(call.kind, config, many, cos.shape[1], 0 if new.norms is None else len(q_norm), dependent),
+        **dependent_options(dependent),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
@@ -160,8 +168,10 @@ def _config(kind: AttentionKind, many: bool, arch: int) -> AttentionConfig:
     return attention_config(replace(kind, countable=False), Phase.DRAFTS if many else Phase.SPLIT, arch)
 
 
-def _constants(kind: AttentionKind, config: AttentionConfig, many: bool, rotated: int, normed: int) -> dict[str, Any]:
-    own = {"R": rotated, "NORMED": normed, "MANY": many, "MERGES": True, "MOST": MAX_SEGMENTS}
+def _constants(
+    kind: AttentionKind, config: AttentionConfig, many: bool, rotated: int, normed: int, dependent: bool
+) -> dict[str, Any]:
+    own = {"R": rotated, "NORMED": normed, "MANY": many, "MERGES": True, "MOST": MAX_SEGMENTS, "DEPENDENT": dependent}
     return own | constants(kind, config)
 
 
@@ -200,23 +210,26 @@ def variants() -> list[Variant]:
             for many in (False, True):
                 cases = [(False, False, size), (True, False, size), (False, True, size), (False, False, size // 2)]
                 found += [each for case in cases for each in _variants(size, dtype, many, *case)]
+                found += _variants(size, dtype, many, True, False, size, dependent=True)
     return found
 
 
-def _variants(size: int, dtype: torch.dtype, many: bool, normed: bool, window: bool, rotated: int) -> list[Variant]:
+def _variants(
+    size: int, dtype: torch.dtype, many: bool, normed: bool, window: bool, rotated: int, dependent: bool = False
+) -> list[Variant]:
     kind = AttentionKind(size, dtype, dtype, 16, window=window)
     by_config: dict[AttentionConfig, list[int]] = {}
-    for arch in ALL_ARCHS:
+    for arch in (arch for arch in ALL_ARCHS if arch >= LEAST_ARCH or not dependent):
         by_config.setdefault(_config(kind, many, arch), []).append(arch)
     element = DTYPES[dtype]
     floats = dict.fromkeys(("qkv", "cache", "cos", "sin", "q_weight", "k_weight", "out"), f"*{element}")
     known = floats | dict.fromkeys(("sums", "stats"), "*fp32") | dict.fromkeys(("slots", "angle_rows"), "*i64")
     known |= dict.fromkeys(("query_start_loc", "seq_lens", "block_tables", "counters"), "*i32")
     known |= dict.fromkeys(("eps", "scale", "softcap"), "fp32")
-    marks = {"drafts": many, "normed": normed, "half": rotated < size}
+    marks = {"drafts": many, "normed": normed, "half": rotated < size, "dependent": dependent}
     found = []
     for config, archs in by_config.items():
-        fixed = _constants(kind, config, many, rotated, size if normed else 0)
+        fixed = _constants(kind, config, many, rotated, size if normed else 0, dependent)
         signature = {
             name: "constexpr" if name in fixed else known.get(name, "i32") for name in new_keys_kernel.arg_names
         }
@@ -232,7 +245,8 @@ def _variants(size: int, dtype: torch.dtype, many: bool, normed: bool, window: b
                 num_stages=config.num_stages,
                 archs=tuple(archs),
                 no_spills=True,
-                quick=(size, dtype, many, normed, window) == (128, torch.bfloat16, False, True, False),
+                dependent=dependent,
+                quick=dependent and (size, dtype, many) == (128, torch.bfloat16, False),
             )
         )
     return found

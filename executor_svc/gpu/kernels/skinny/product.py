@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from executor_svc.device.kernels import GatedActivation
+from executor_svc.gpu.kernels.dependent import LEAST_ARCH, dependent_options
 from executor_svc.gpu.kernels.rows import DTYPES, check
 from executor_svc.gpu.kernels.skinny.product_kernel import skinny_kernel, square_rows_kernel
 from executor_svc.gpu.kernels.skinny.tiles import (
@@ -31,7 +32,7 @@ from executor_svc.gpu.kernels.skinny.tiles import (
     SkinnyScratch,
     SkinnyTile,
 )
-from executor_svc.gpu.kernels.variant import Variant
+from executor_svc.gpu.kernels.variant import ALL_ARCHS, Variant
 
 Ending = Literal["plain", "residual", "silu", "gelu_tanh"]
 """What becomes of a product: itself, a sum with the residual, or a gated activation."""
@@ -51,15 +52,15 @@ class RowNorm:
     """[tiles, 16] float32: the sum of the squares of each row, by tiles of columns."""
 
 
-def square_rows(x: Tensor, squares: Tensor, plan: SkinnyPlan) -> None:
+def square_rows(x: Tensor, squares: Tensor, plan: SkinnyPlan, dependents: bool = False) -> None:
     """Write the sums of squares of x [T, columns], T up to 16, by the tiles of a product whose result has its columns.
 
-    squares: [tiles, 16] float32.
+    squares: [tiles, 16] float32. dependents: whether the kernel behind it may be a dependent one.
     """
     _check_rows(x)
     check("squares", squares, (plan.num_tiles, ROWS), torch.float32)
     if len(x):
-        constants = _square_constants(plan.tile)
+        constants = _square_constants(plan.tile, dependents)
         square_rows_kernel[(plan.num_tiles,)](x, squares, len(x), x.shape[1], **constants, **_SQUARE_OPTIONS)
 
 
@@ -74,6 +75,7 @@ def skinny_product(
     activation: GatedActivation | None = None,
     squares: Tensor | None = None,
     scale: float = 1.0,
+    dependent: bool = False,
 ) -> None:
     """Write a product of x to out: of its norm, if there is one, and with what follows a product in a layer.
 
@@ -86,6 +88,8 @@ def skinny_product(
         plan: of the weight.
         bias: [rows of the weight] in the dtype of x.
         squares: [tiles, 16] float32, for the sums of squares of the new residual.
+        dependent: begin before the kernel before has ended, and let the next do so: see `kernels.dependent`. No kernel
+            that may still run may write to weight.
 
     All are in the dtype of x and contiguous, but for what norm has. Raises ValueError naming the argument.
     """
@@ -110,14 +114,17 @@ def skinny_product(
         0 if norm is None else len(norm.squares),
         0.0 if norm is None else float(norm.eps),
         float(scale),
-        **_constants(plan.tile, plan.parts, ending, scale != 1.0, 0 if norm is None else len(norm.squares)),
+        **_constants(plan.tile, plan.parts, ending, scale != 1.0, 0 if norm is None else len(norm.squares), dependent),
+        **dependent_options(dependent),
         num_warps=plan.tile.num_warps,
         num_stages=plan.tile.num_stages,
         enable_fp_fusion=True,
     )
 
 
-def _constants(tile: SkinnyTile, parts: int, ending: Ending, scaled: bool, num_squares: int) -> dict[str, Any]:
+def _constants(
+    tile: SkinnyTile, parts: int, ending: Ending, scaled: bool, num_squares: int, dependent: bool
+) -> dict[str, Any]:
     return {
         "SCALED": scaled,
         "ENDING": _ENDINGS.index(ending),
@@ -126,11 +133,12 @@ def _constants(tile: SkinnyTile, parts: int, ending: Ending, scaled: bool, num_s
         "ROWS": ROWS,
         "FEATURES": tile.features,
         "INNER": tile.inner,
+        "AHEAD": tile.num_stages - 1 if dependent else 0,
     }
 
 
-def _square_constants(tile: SkinnyTile) -> dict[str, Any]:
-    return {"ROWS": ROWS, "FEATURES": tile.features}
+def _square_constants(tile: SkinnyTile, dependents: bool) -> dict[str, Any]:
+    return {"ROWS": ROWS, "FEATURES": tile.features, "DEPENDENTS": dependents}
 
 
 _SQUARE_OPTIONS: dict[str, Any] = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
@@ -197,7 +205,12 @@ def variants() -> list[Variant]:
             for parts in (1, 2, 8):
                 found.append(_variant(tile, parts, "silu", dtype, normed=True))
             found.append(_variant(tile, 1, "gelu_tanh", dtype, normed=True))
-        found += [_square_variant(tile, dtype) for tile in (NARROW, WIDE)]
+            found.append(_variant(tile, 2, "silu", dtype, normed=True, dependent=True, quick=tile is GATED_NARROW))
+        for tile in (NARROW, WIDE):
+            for parts in (1, 2):
+                found.append(_variant(tile, parts, "plain", dtype, normed=True, dependent=True))
+                found.append(_variant(tile, parts, "residual", dtype, normed=False, dependent=True))
+        found += [_square_variant(tile, dtype, each) for tile in (NARROW, WIDE) for each in (False, True)]
     return found
 
 
@@ -211,6 +224,7 @@ def _variant(
     biased: bool = False,
     wide_norm: bool = False,
     scaled: bool = False,
+    dependent: bool = False,
     quick: bool = False,
 ) -> Variant:
     there = {"norm": normed, "squares": normed, "bias": biased, "squares_out": ending == "residual"}
@@ -219,9 +233,9 @@ def _variant(
     pointers |= {"sums": "*fp32", "counters": "*i32"}
     pointers = {name: kind for name, kind in pointers.items() if there.get(name, True)}
     sizes = ("rows", "out_features", "in_features", "part", "num_squares")
-    constants = _constants(tile, parts, ending, scaled, 128 if normed else 0)
+    constants = _constants(tile, parts, ending, scaled, 128 if normed else 0, dependent)
     constants |= {name: None for name, given in there.items() if not given}
-    marks = {"biased": biased, "wide norm": wide_norm, "scaled": scaled}
+    marks = {"biased": biased, "wide norm": wide_norm, "scaled": scaled, "dependent": dependent}
     named = "".join(f" {mark}" for mark, given in marks.items() if given)
     return Variant(
         name=f"skinny {ending} {dtype} features{tile.features} parts{parts}{named}",
@@ -238,14 +252,20 @@ def _variant(
         num_stages=tile.num_stages,
         no_spills=True,
         narrow_loads=6 if wide_norm else 2,
+        archs=_archs(dependent),
+        dependent=dependent,
         quick=quick and dtype == "bf16",
     )
 
 
-def _square_variant(tile: SkinnyTile, dtype: str) -> Variant:
-    constants = _square_constants(tile)
+def _archs(dependent: bool) -> tuple[int, ...]:
+    return tuple(arch for arch in ALL_ARCHS if arch >= LEAST_ARCH or not dependent)
+
+
+def _square_variant(tile: SkinnyTile, dtype: str, dependents: bool) -> Variant:
+    constants = _square_constants(tile, dependents)
     return Variant(
-        name=f"square_rows {dtype} features{tile.features}",
+        name=f"square_rows {dtype} features{tile.features}{' dependents' if dependents else ''}",
         kernel=square_rows_kernel,
         signature={
             "x": f"*{dtype}",
@@ -258,5 +278,6 @@ def _square_variant(tile: SkinnyTile, dtype: str) -> Variant:
         divisible=("x", "squares", "columns"),
         num_warps=_SQUARE_OPTIONS["num_warps"],
         num_stages=_SQUARE_OPTIONS["num_stages"],
+        archs=_archs(dependents),
         no_spills=True,
     )

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from executor_svc.gpu.kernels.activation import gelu_tanh, silu
+from executor_svc.gpu.kernels.dependent import SECTOR, begin_dependent, launch_dependents, prefetch
 from executor_svc.gpu.kernels.norm import scaled_sum, weighted
 
 
@@ -63,15 +64,37 @@ def _added(at, there, PARTS: tl.constexpr, STRIDE: tl.constexpr):
     return total
 
 
+@triton.jit
+def _begin_early(
+    weight, feature, out_features, in_features, begin, end, ENDING: tl.constexpr, INNER: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Ask for the columns of a tile that the first AHEAD steps multiply with, then wait for the kernel before.
+
+    Of fewer columns the last ones are asked for again.
+    """
+    numbers: tl.constexpr = SECTOR // 2
+    inner = tl.arange(0, INNER // numbers) * numbers
+    rows = weight + feature[:, None] * in_features
+    second = out_features.to(tl.int64) * in_features
+    for step in tl.static_range(AHEAD):
+        places = rows + tl.minimum(begin + step * INNER + inner, end - numbers)[None, :]
+        prefetch(places)
+        if ENDING >= 2:
+            prefetch(places + second)
+    begin_dependent()
+
+
 @triton.jit(do_not_specialize=["rows", "num_squares"])
 def skinny_kernel(
     x, weight, norm, squares, bias, out, squares_out, sums, counters, rows, out_features, in_features, part,
     num_squares, eps, scale, SCALED: tl.constexpr, ENDING: tl.constexpr, PARTS: tl.constexpr, SQUARES: tl.constexpr,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, INNER: tl.constexpr,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr, INNER: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of features of all rows; with PARTS, a part of its columns. ENDING: index of `Ending`.
 
-    The gate of feature f is row f of the weight, and what it is multiplied with row out_features + f.
+    The gate of feature f is row f of the weight, and what it is multiplied with row out_features + f. AHEAD: steps
+    whose part of the weight is asked for before the kernel before has ended; 0: this one does not begin before that.
     """
     tile = tl.program_id(0)
     piece = tl.program_id(1)
@@ -81,6 +104,8 @@ def skinny_kernel(
     known = tl.minimum(feature, out_features - 1).to(tl.int64)
     begin = piece * part
     end = tl.minimum(begin + part, in_features)
+    if AHEAD > 0:
+        _begin_early(weight, known, out_features, in_features, begin, end, ENDING, INNER, AHEAD)
     x_at = x + row[:, None] * in_features + inner[None, :]
     weight_at = weight + known[:, None] * in_features + inner[None, :]
     up_at = weight_at + out_features.to(tl.int64) * in_features
@@ -124,7 +149,12 @@ def skinny_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def square_rows_kernel(x, squares, rows, columns, ROWS: tl.constexpr, FEATURES: tl.constexpr):
+def square_rows_kernel(
+    x, squares, rows, columns, ROWS: tl.constexpr, FEATURES: tl.constexpr, DEPENDENTS: tl.constexpr
+):  # fmt: skip
+    """Write the sums of squares of a tile of columns. DEPENDENTS: whether the next kernel may begin meanwhile."""
+    if DEPENDENTS:
+        launch_dependents()
     tile = tl.program_id(0)
     row = tl.arange(0, ROWS)
     column = tile * FEATURES + tl.arange(0, FEATURES)

@@ -87,11 +87,11 @@ def kernels_of(model: Model) -> EitherKernels:
 def probed(folder: Path, monkeypatch: pytest.MonkeyPatch, times: list[float]) -> tuple[Model, Stepper]:
     """A start that measures: in turn layers apart and fused ones, of 1, 2, 4 and 8 rows."""
 
-    def seconds(run: Callable[[], None]) -> float:
+    def measure(run: Callable[[], None]) -> tuple[Callable[[], None], float]:
         run()
-        return times.pop(0)
+        return run, times.pop(0)
 
-    monkeypatch.setattr(gpu_runner, "probe_choices", partial(probe.probe_choices, seconds=seconds))
+    monkeypatch.setattr(gpu_runner, "probe_choices", partial(probe.probe_choices, measure=measure))
     model = Model(folder, device="cuda", skinny_gemms="auto", max_num_seqs=8, block_size=8, num_gpu_blocks=64)
     stepper = Stepper(model)
     assert not times

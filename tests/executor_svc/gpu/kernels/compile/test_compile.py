@@ -139,7 +139,27 @@ INTERPRETED = Variant(
     "interpreted", InterpretedFunction(kernel), {"target": "*i32"}, {}, wgmma=True, copies=True, roles=True
 )
 BUILD = Build(
-    "interpreted", 90, 32, 16, 1024, 0, 0, 0, True, False, ("wgmma m64n64k16",), 1, 4, 4, 1, (40, 232), 9, 66, 0, 0.1
+    "interpreted",
+    90,
+    32,
+    16,
+    1024,
+    0,
+    0,
+    0,
+    True,
+    False,
+    ("wgmma m64n64k16",),
+    1,
+    4,
+    4,
+    1,
+    (40, 232),
+    9,
+    66,
+    0,
+    "PWLM",
+    0.1,
 )
 
 
@@ -167,6 +187,15 @@ def test_the_interpreter_is_refused():
 )
 def test_problems_of_a_build(build, expected):
     assert build_errors(INTERPRETED, build) == expected
+
+
+@pytest.mark.parametrize(
+    ("order", "fits"), [("WLM", True), ("PPWLM", True), ("M", False), ("LWM", False), ("WM", False)]
+)
+def test_dependent_kernels_wait_first(order, fits):
+    found = build_errors(replace(INTERPRETED, dependent=True), replace(BUILD, order=order))
+    assert (not found) == fits
+    assert fits or found[0].startswith(f"begins with {order}, and must wait")
 
 
 def test_narrow_loads_are_counted():

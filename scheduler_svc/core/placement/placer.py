@@ -103,9 +103,12 @@ class Placer:
             self._unplaced[group] = None
 
     def on_adapter_loaded(self) -> None:
-        """A lane has loaded an adapter: groups that no open lane could hold may run there."""
+        """A lane has loaded an adapter: groups that no open lane could hold, or a draining one alone, may run there."""
         self._unplaced |= self._stranded
         self._stranded.clear()
+        for queue in self._queues.values():
+            for group in list(queue) if queue.lane.draining else ():
+                self.replace(group)
 
     def on_lane_used(self, executor_id: int) -> None:
         """A lane's sequences, blocks or plans in flight have changed, or what is measured of it."""

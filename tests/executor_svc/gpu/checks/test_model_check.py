@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.gpu import linear as gpu_linear
 from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
-from executor_svc.gpu.choices.store import CheckStore
 from executor_svc.gpu.choices.ways import KernelChecks, KernelError
 from executor_svc.gpu.kernels import gpu_kernels as launches
 from executor_svc.gpu.kernels import norm
@@ -21,11 +19,19 @@ from executor_svc.gpu.kernels.few_bits import linear as few_bits
 from executor_svc.models.decoder import Decoder
 from executor_svc.startup.speculation import load_speculative_model
 from tests.checkpoints import make_checkpoint
-from tests.executor_svc.driver import Model, Tokens
+from tests.executor_svc.driver import Model
+from tests.executor_svc.gpu.checks.checked import (
+    HEADS,
+    assert_same_tokens,
+    loaded,
+    logits_of,
+    model_check,
+    refused,
+    scaled,
+)
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
 
-HEADS = {"num_hidden_layers": 1, "head_dim": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", HEADS, {}),
     "norms of heads, int8, a cache in fp8": ("qwen3", HEADS, {"kv_cache_dtype": "fp8", "quantization": "int8"}),
@@ -45,12 +51,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "exact mode": ("llama", HEADS, {"numerics": "exact", "dtype": "float32"}),
 }  # fmt: skip
 SHORT = ("norms of heads, int8, a cache in fp8", "latents", "exact mode")
-
-
-def model_check(model: Model, folder: Path | None = None, long: int = 40) -> ModelCheck:
-    """long: of a prompt whose decodes are split from 130 tokens on."""
-    checks = KernelChecks(model.device.torch_device, CheckStore(folder, {"gpu": "none"}))
-    return ModelCheck(model.loaded, model.device, ExecutorConfig(**model.options), checks, long=long)
 
 
 @pytest.mark.parametrize("name", short_and_long([*FAMILIES], [*SHORT]))
@@ -100,44 +100,6 @@ def test_a_draft_model_is_compared_too(folder: Path, monkeypatch: pytest.MonkeyP
     found = compared()
     assert len(found.fallen) == 1
     assert found.num_compared > right.num_compared, "the target's steps are run again"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, **HEADS}
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", vocab_size=131, dtype=torch.bfloat16, **sizes)
-
-
-def loaded(folder: Path, **options: Any) -> Model:
-    return Model(folder, device="cuda", **{"dtype": "bfloat16", "quantization": "int8"} | options)
-
-
-def logits_of(model: Model) -> Tensor:
-    """Of a prompt, a chunk after it, and a decode."""
-    driver, sequence = model.driver(), Tokens([(7 * each) % 131 for each in range(40)])
-    return torch.cat([each for count in (21, 18, 1) for each in driver.step([(sequence, count)])])
-
-
-def assert_same_tokens(found: Tensor, expected: Tensor) -> None:
-    """Or tokens that are as likely, but for roundings to bfloat16, by which a right operation may differ."""
-    assert (found - expected).norm() < 0.02 * expected.norm()
-    chosen = expected.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
-    assert (expected.max(-1).values - chosen < 0.1).all()
-    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8
-
-
-def scaled(launch: Any, place: int) -> Any:
-    """A launch whose result, one of its arguments, is off by 3%."""
-
-    def wrong(*args: Any, **named: Any) -> None:
-        launch(*args, **named)
-        args[place].mul_(1.03)
-
-    return wrong
-
-
-def refused(*_: Any, **__: Any) -> None:
-    raise RuntimeError("PassManager::run failed")
 
 
 WRONG: dict[str, tuple[Any, str, int | None, str]] = {

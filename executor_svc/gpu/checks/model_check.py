@@ -153,7 +153,9 @@ class ModelCheck:
         as a step may have, too.
         """
         n, runs = counts[call.rows], call.label not in run.failures
-        values = {**call.values, "adapters": run.adapters}
+        values = call.values
+        if call.name in ADAPTER_OPERATIONS:
+            values = {**values, "adapters": run.adapters}
         expected = call.meaning.expected(values, n, _at_host)
 
         def compare() -> str | None:

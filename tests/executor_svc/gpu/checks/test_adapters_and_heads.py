@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.gpu import expert_linear, stored_linear
+from executor_svc.gpu import expert_linear
 from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
 from executor_svc.gpu.choices.ways import KernelChecks, KernelError
 from executor_svc.gpu.kernels import gpu_kernels, norm

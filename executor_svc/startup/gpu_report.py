@@ -84,17 +84,18 @@ class StartReport:
         return int(total - free)
 
 
-def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, draft: Draft | None) -> None:
+def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, draft: Draft | None) -> bool:
     """Compare the kernels of a model, and of its draft model or head, with references, on a GPU where none has been.
 
     With --kernel-checks report what is wrong is logged, with off nothing is compared. Raises KernelError, naming what
-    has no right way to be computed. Models through transformers and ranks are not compared.
+    has no right way to be computed. Models through transformers and ranks are not compared. Returns whether steps are
+    for CUDA graphs: they are not if PyTorch stands in for attention, by thousands of operations.
     """
     if device.torch_device.type != "cuda" or not loaded.recordable:
-        return
+        return True
     if config.kernel_checks == "off":
         _log.warning("kernels: not compared (--kernel-checks off); wrong ones would give wrong tokens")
-        return
+        return True
     from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
     from executor_svc.gpu.device import GpuDevice
 
@@ -103,7 +104,7 @@ def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, d
     models = [ModelCheck(loaded, device, config, device.choices, layers)]
     if draft is not None:
         models.append(ModelCheck(loaded, device, config, device.choices, layers, draft.model))
-    compare_models(models)
+    return not compare_models(models).is_slow
 
 
 def memory_text(parts: list[MemoryPart], used: int, total: int, bound: int) -> str:

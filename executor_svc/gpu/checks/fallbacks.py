@@ -1,6 +1,7 @@
 """What is computed where a kernel is not right on the GPU at hand: attention by other tiles, the rest by PyTorch.
 
-In the place of cuBLAS's products stand those of exact mode.
+Attention without right tiles is PyTorch's, too, which is very slow. In the place of cuBLAS's products stand those of
+exact mode.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from executor_svc.gpu.checks.meanings import Values, heads_of
 from executor_svc.gpu.checks.operations import MEANINGS, RecordedCall, bound, label_of, shape_text
 from executor_svc.gpu.choices.ways import KernelChecks, KernelError
 from executor_svc.gpu.exact.linear import ExactLinear
+from executor_svc.gpu.kernels.attention.by_torch import BY_TORCH
 from executor_svc.gpu.kernels.few_bits.widening import rows_at_once, widen
 from executor_svc.gpu.linear import Fp8Linear, PlainLinear, SumsWorkspace, W8Linear
 from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.gpu.stored_linear import GpuStoredLinear, PackedRows
 
 KERNEL, TORCH, OWN, _TILES_OF = "kernel", "torch", "product of exact mode", "tiles of "
+_ATTENTIONS = "attention", "latent_attention"
 _TILES = (80, 86)
 """Compute capabilities whose tiles of attention other GPUs can have: less shared memory, and no copy engine."""
 
@@ -42,16 +45,19 @@ class Fallbacks:
         """By label, then by way: why it is not used."""
         self.kept: dict[str, str] = {}
         """By label: why it is not right, and used all the same."""
+        self.seconds: dict[str, str] = {}
+        """By label of attention by PyTorch: how slow it is."""
         self._own = OwnProducts()
 
     def way_of(self, label: str) -> str:
         """Return the name of the way of calls with this label."""
         return self.ways.get(label, KERNEL)
 
-    def adopt(self, ways: Mapping[str, str], reasons: Mapping[str, dict[str, str]]) -> None:
+    def adopt(self, ways: Mapping[str, str], reasons: Mapping[str, dict[str, str]], seconds: Mapping[str, str]) -> None:
         """Take what an earlier start has found."""
         self.ways |= ways
         self.reasons |= reasons
+        self.seconds |= seconds
         self._install()
 
     def fall_back(self, call: RecordedCall, reason: str) -> None:
@@ -82,19 +88,28 @@ class Fallbacks:
         ]
 
     def tiles_of(self, shape: AttentionShape) -> int:
-        """Return the compute capability whose tiles attention of a shape has."""
+        """Return the compute capability whose tiles attention of a shape has, or BY_TORCH."""
         text = shape_text(shape)
         for label, way in self.ways.items():
-            if way.startswith(_TILES_OF) and (f", {text}," in label or f", {text})" in label):
-                return int(way.removeprefix(_TILES_OF))
+            if label.startswith(_ATTENTIONS) and (f", {text}," in label or f", {text})" in label):
+                return BY_TORCH if way == TORCH else int(way.removeprefix(_TILES_OF))
         return self._kernels.arch
+
+    def attends_by_torch(self, label: str) -> bool:
+        """Return whether attention of a label is PyTorch's."""
+        return label.startswith(_ATTENTIONS) and self.way_of(label) == TORCH
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether some attention is PyTorch's: as many operations as a graph would hold for the longest sequences."""
+        return any(map(self.attends_by_torch, self.ways))
 
     def _possible(self, call: RecordedCall) -> list[str]:
         """Return the ways of a call, in order; in exact mode there is one, as another may not keep a row's bits."""
         if self._kernels.exact is not None:
             return [KERNEL]
-        if call.name in ("attention", "latent_attention"):
-            return [KERNEL, *(f"{_TILES_OF}{arch}" for arch in _TILES if arch != self._kernels.arch)]
+        if call.name in _ATTENTIONS:
+            return [KERNEL, *(f"{_TILES_OF}{arch}" for arch in _TILES if arch != self._kernels.arch), TORCH]
         if call.name == "linear" and isinstance(call.values["linear"], PlainLinear):
             return [KERNEL, OWN]
         if call.name == "linear" and not _is_replaceable(call.values["linear"]):
@@ -105,7 +120,11 @@ class Fallbacks:
         kernels, changed = self._kernels, sorted(f"{label} {way}" for label, way in self.ways.items())
         for name in MEANINGS:
             kernels.__dict__.pop(name, None)
-        for name in {label.partition(" ")[0] for label, way in self.ways.items() if way in (TORCH, OWN)}:
+        for name in {
+            label.partition(" ")[0]
+            for label, way in self.ways.items()
+            if way in (TORCH, OWN) and not label.startswith(_ATTENTIONS)
+        }:
             setattr(kernels, name, partial(self._call, name, getattr(kernels, name)))
         # Executors that compute otherwise have other fingerprints.
         digest = hashlib.sha256("\n".join(changed).encode()).hexdigest()[:8]

@@ -7,6 +7,7 @@ place, until all is right or something has no other way.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -34,6 +35,7 @@ from executor_svc.models.decoder import Decoder
 from executor_svc.models.heads.head import DraftHead
 from executor_svc.models.loading import LoadedModel
 
+_log = logging.getLogger(__name__)
 _LOOSE = Tolerance(math.inf, 0.05)
 
 
@@ -90,7 +92,7 @@ class ModelCheck:
         if known is None:
             self._compare(kernels, fallbacks, key)
         else:
-            fallbacks.adopt(known["ways"], known["reasons"])
+            fallbacks.adopt(known["ways"], known["reasons"], known["seconds_of"])
             self.checks.num_known += known["compared"]
 
     def _compare(self, kernels: GpuStateKernels, fallbacks: Fallbacks, key: str) -> None:
@@ -106,7 +108,7 @@ class ModelCheck:
             return  # the next start says it again
         self.checks.store.keep(key, {
             "ways": fallbacks.ways, "reasons": fallbacks.reasons, "compared": self.checks.num_compared - before,
-            "seconds": round(time.monotonic() - began, 2),
+            "seconds": round(time.monotonic() - began, 2), "seconds_of": fallbacks.seconds,
         })  # fmt: skip
 
     def _failures(self, kernels: GpuStateKernels, fallbacks: Fallbacks) -> dict[str, _Failure]:
@@ -163,6 +165,8 @@ class ModelCheck:
                 _run(call.recording, index, counts)
             found = call.meaning.found(call.values, call.result, n)
             reason = next(filter(None, map(partial(_reason, call), found, expected)), None)
+            if many and run.fallbacks.attends_by_torch(call.label):
+                run.fallbacks.seconds[call.label] = self._seconds_text(call, counts)
             return self._reason_of_many(call, n, expected) if reason is None and many else reason
 
         reason = self.checks.tried(call.label, run.fallbacks.way_of(call.label), compare) if runs else None
@@ -170,6 +174,15 @@ class ModelCheck:
             for found, value in zip(call.meaning.found(call.values, call.result, n), expected, strict=True):
                 found.copy_(value.float())
         return reason
+
+    def _seconds_text(self, call: RecordedCall, counts: Mapping[str, int]) -> str:
+        """Return how long a call takes, which has run before, as text."""
+        self.checks.wait()
+        began = time.monotonic()
+        for index in call.operations:
+            _run(call.recording, index, counts)
+        self.checks.wait()
+        return f"{time.monotonic() - began:.3g} s a layer for a prompt of {counts[call.rows]} tokens"
 
     def _reason_of_many(self, call: RecordedCall, n: int, expected: list[Tensor]) -> str | None:
         """Compare a product by cuBLAS, which has other kernels for other numbers of rows, at the most of a step."""
@@ -234,4 +247,6 @@ def compare_models(models: Sequence[ModelCheck]) -> Fallbacks:
     checks.fallen += fallbacks.lines()
     checks.kept += [f"{label}: {reason}" for label, reason in fallbacks.kept.items()]
     checks.log(time.monotonic() - began)
+    for label, text in fallbacks.seconds.items():
+        _log.warning("%s: by PyTorch, VERY SLOW: %s; steps run without CUDA graphs", label, text)
     return fallbacks

@@ -179,7 +179,7 @@ class KernelChecks:
         self.store.begin(name, way)
         try:
             reason = compare()
-            self._wait()
+            self.wait()
         except Exception as error:
             if is_device_lost(error):
                 self.store.lose()
@@ -210,14 +210,15 @@ class KernelChecks:
         if found["reasons"]:
             self.fallen.append(f"{name}: {found['way']}, as {_joined(found['reasons'])}")
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _seconds(self, way: Way) -> float:
         """Return the median seconds of a way on the device, of runs in a CUDA graph: without what a launch takes."""
         way.run()
-        self._wait()
+        self.wait()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(_RUNS):
@@ -227,7 +228,7 @@ class KernelChecks:
             start.record()
             graph.replay()
             end.record()
-        self._wait()
+        self.wait()
         times: list[float] = [start.elapsed_time(end) for start, end in events]
         return statistics.median(times) / 1e3 / _RUNS
 

@@ -156,10 +156,34 @@ def test_attention_falls_back_to_other_tiles(folder: Path, monkeypatch: pytest.M
     assert_same_tokens(logits_of(model), expected)
 
 
-def test_attention_without_right_tiles_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan, "attention", refused)
-    with pytest.raises(KernelError, match=r"attention .*: no way is right on this GPU: kernel .* tiles of 86 Runtime"):
-        compare_models([model_check(loaded(folder))])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("deepseek_v3", "float32")])
+def test_attention_without_right_tiles_is_pytorchs(
+    family: str,
+    dtype: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """So the service starts at all, and says how slow it is, at the next start too."""
+    if family != "llama":
+        shape = {"vocab_size": 131, "num_hidden_layers": 2, "dtype": torch.bfloat16}
+        folder = make_checkpoint(tmp_path / "model", family, **shape)
+    expected = logits_of(loaded(folder, quantization="none", dtype=dtype))
+    for launch in ("attention", "split_attention"):
+        monkeypatch.setattr(attention_plan, launch, refused)
+    for start in ("first", "next"):
+        model = loaded(folder, quantization="none", dtype=dtype)
+        check = model_check(model, tmp_path / "checks")
+        caplog.clear()
+        assert compare_models([check]).is_slow
+        assert {line.partition(" ")[0] for line in check.checks.fallen} <= {"attention", "latent_attention"}, start
+        assert all(": torch, as kernel RuntimeError: Pass" in line for line in check.checks.fallen)
+        slow = [line for line in caplog.messages if "VERY SLOW" in line]
+        assert len(slow) == len(check.checks.fallen) >= 1
+        assert "s a layer for a prompt of 61 tokens; steps run without CUDA graphs" in slow[0]
+    assert " other-" in model.device.kernels.name
+    assert_same_tokens(logits_of(model), expected)
 
 
 def test_exact_mode_has_no_other_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

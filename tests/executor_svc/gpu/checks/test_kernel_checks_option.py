@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,8 +120,14 @@ def test_a_start_compares_the_model_and_its_head(
     config = ExecutorConfig(**model.options, kernel_checks=option)
     draft = load_eagle3(str(head), config, model.device, model.loaded)
     found: list[ModelCheck] = []
-    monkeypatch.setattr(comparing, "compare_models", found.extend)
+
+    def compared(models: list[ModelCheck]) -> SimpleNamespace:
+        found.extend(models)
+        return SimpleNamespace(is_slow=True)
+
+    monkeypatch.setattr(comparing, "compare_models", compared)
     monkeypatch.setattr(model.device, "torch_device", torch.device("cuda"))
-    check_kernels(config, model.device, model.loaded, draft)
+    for_graphs = check_kernels(config, model.device, model.loaded, draft)
+    assert for_graphs == (option == "off")
     assert [each.draft_model for each in found] == ([None, draft.model] if option == "on" else [])
     assert ("not compared (--kernel-checks off)" in caplog.text) == (option == "off")

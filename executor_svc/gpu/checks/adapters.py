@@ -70,9 +70,12 @@ class CheckedAdapters:
         try:
             yield
         finally:
-            for places, contents in self.contents.items():
-                for index in range(len(contents)):
-                    places.set(index, None)
+            for _ in range(2):  # the second time places let go what steps before the first may have read
+                for places, contents in self.contents.items():
+                    for index in range(len(contents)):
+                        places.set(index, None)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
 
     def place_of(self, rows: Any, n: int) -> Tensor:
         """Return the place of each of the first n rows of a table, -1 for none."""

@@ -65,6 +65,23 @@ def test_adapters_agree_and_leave_their_places(num_places: int, folder: Path, mo
     assert len(linears) == 5, "q, k and v; o; gate and up; down; the head"
 
 
+@pytest.mark.long
+def test_adapters_beside_recurrent_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps with adapters begin anew in the pages of those without: what they read is finite."""
+    shape = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "vocab_size": 131}
+    folder = make_checkpoint(tmp_path, "qwen3_5_delta", dtype=torch.bfloat16, **shape)
+    add, finite = gpu_kernels.GpuAdapterPlaces.add, list[bool]()
+
+    def noted(places: Any, x: torch.Tensor, *others: Any) -> None:
+        finite.append(bool(x.isfinite().all()))
+        add(places, x, *others)
+
+    monkeypatch.setattr(gpu_kernels.GpuAdapterPlaces, "add", noted)
+    assert compare_models([model_check(adapted(folder))]).reasons == {}
+    assert len(finite) > 30
+    assert all(finite)
+
+
 WRONG: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a product": (adapter_places, "add_lora", lambda launch: scaled(launch, 4)),
     "rows of the head": (adapter_places, "replace_logits", lambda launch: scaled(launch, 3)),

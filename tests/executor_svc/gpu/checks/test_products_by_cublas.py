@@ -15,6 +15,7 @@ from executor_svc.gpu.choices.ways import KernelError
 from executor_svc.gpu.exact import linear as exact_linear
 from executor_svc.gpu.linear import PlainLinear
 from tests.executor_svc.gpu.checks.checked import assert_same_tokens, loaded, logits_of, model_check
+from tests.helpers.marks import short_and_long
 
 MULTIPLY = PlainLinear.__call__
 
@@ -56,7 +57,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*WRONG])
+@pytest.mark.parametrize("name", short_and_long([*WRONG], ["TF32 left on", "a kernel for many rows"]))
 def test_products_of_exact_mode_take_the_place_of_wrong_ones(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

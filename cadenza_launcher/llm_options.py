@@ -148,6 +148,11 @@ class LLMOptions(TypedDict, total=False):
     such a GPU compiles and compares nothing; default: kernels in ~/.cache/cadenza, or below XDG_CACHE_HOME
     (docs/gpu.md)."""
 
+    kernel_checks: Literal["on", "report", "off"] | None
+    """Whether the first start on a GPU compares the model's kernels with a reference; on: what is wrong is computed in
+    another way, and without one the start ends with an error; report: what is wrong is logged and computed all the
+    same, what does not run is computed in another way; off: nothing is compared (docs/gpu.md). [default: on]"""
+
     skinny_gemms: Literal["off", "auto", "on"] | None
     """On a GPU, decodes of 1 to 16 rows of plain models in 16 bits by Cadenza's own products, with norms, rotations,
     activations and sums fused into them; auto: in those sizes in which the start finds them right, and faster; on: in

@@ -34,6 +34,13 @@ class KernelOptions(SimulationOptions):
         "XDG_CACHE_HOME (docs/gpu.md).",
         json_schema_extra=about("Model"),
     )
+    kernel_checks: Literal["on", "report", "off"] = Field(
+        "on",
+        description="Whether the first start on a GPU compares the model's kernels with a reference; on: what is wrong "
+        "is computed in another way, and without one the start ends with an error; report: what is wrong is logged and "
+        "computed all the same, what does not run is computed in another way; off: nothing is compared (docs/gpu.md).",
+        json_schema_extra=about("Model"),
+    )
     skinny_gemms: Literal["off", "auto", "on"] = Field(
         "off",
         description="On a GPU, decodes of 1 to 16 rows of plain models in 16 bits by Cadenza's own products, with "

@@ -121,9 +121,10 @@ class GpuDevice:
     def _new_choices(self, config: ExecutorConfig, arch: int) -> KernelChecks:
         """Return what compares kernels, with what earlier starts on such a device have found."""
         if self._interpreted:
-            return KernelChecks(self.torch_device)
+            return KernelChecks(self.torch_device, reports=config.kernel_checks != "on")
         folder = use_kernel_cache(config.kernel_cache) / "checks"
-        return KernelChecks(self.torch_device, CheckStore(folder, about_device(self.torch_device, arch)))
+        store = CheckStore(folder, about_device(self.torch_device, arch))
+        return KernelChecks(self.torch_device, store, reports=config.kernel_checks != "on")
 
     @property
     def kernels(self) -> GpuStateKernels:

@@ -112,7 +112,8 @@ def _load(
         adapters = make_adapters(config, device, loaded)
         report.takes("drafts and adapters", 0)
     with report.part("comparing kernels"):
-        check_kernels(config, device, loaded, draft)
+        if not check_kernels(config, device, loaded, draft):
+            config = config.model_copy(update={"enforce_eager": True})
     return config, loaded, draft, adapters
 
 

@@ -14,7 +14,6 @@ import torch
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
-from executor_svc.models.decoder import Decoder
 from executor_svc.models.loading import LoadedModel
 from executor_svc.plan.description import MemoryPart
 from executor_svc.startup.speculation import Draft
@@ -85,23 +84,27 @@ class StartReport:
         return int(total - free)
 
 
-def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, draft: Draft | None) -> None:
-    """Compare the kernels of a model with references, and of a draft model, on a GPU that has not been compared.
+def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, draft: Draft | None) -> bool:
+    """Compare the kernels of a model, and of its draft model or head, with references, on a GPU where none has been.
 
-    Raises KernelError, naming what has no right way to be computed. Models through transformers, heads, adapters and
-    ranks are not compared.
+    With --kernel-checks report what is wrong is logged, with off nothing is compared. Raises KernelError, naming what
+    has no right way to be computed. Models through transformers and ranks are not compared. Returns whether steps are
+    for CUDA graphs: they are not if PyTorch stands in for attention, by thousands of operations.
     """
     if device.torch_device.type != "cuda" or not loaded.recordable:
-        return
+        return True
+    if config.kernel_checks == "off":
+        _log.warning("kernels: not compared (--kernel-checks off); wrong ones would give wrong tokens")
+        return True
     from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
     from executor_svc.gpu.device import GpuDevice
 
     assert isinstance(device, GpuDevice)
     layers = None if draft is None else draft.layers
     models = [ModelCheck(loaded, device, config, device.choices, layers)]
-    if draft is not None and isinstance(draft.model, Decoder):
+    if draft is not None:
         models.append(ModelCheck(loaded, device, config, device.choices, layers, draft.model))
-    compare_models(models)
+    return not compare_models(models).is_slow
 
 
 def memory_text(parts: list[MemoryPart], used: int, total: int, bound: int) -> str:

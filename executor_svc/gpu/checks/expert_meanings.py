@@ -11,7 +11,8 @@ from executor_svc.device import reference
 from executor_svc.device.latent import padded_latent
 from executor_svc.device.state_reference import ReferenceStatePlan, ReferenceStates
 from executor_svc.gpu.checks.meanings import Meaning, Move, Values, rotated
-from executor_svc.gpu.expert_linear import DenseExperts
+from executor_svc.gpu.expert_linear import DenseExperts, FewBitsExperts
+from executor_svc.gpu.kernels.few_bits.widening import widen
 
 _COLUMNS = 128
 """Results of a routed row that are compared."""
@@ -49,14 +50,28 @@ def _multiply_routed(v: Values, n: int, to: Move) -> list[Tensor]:
                 wide = wide * to(part.scale[:, :_COLUMNS][ids]).double()[..., None]
             product = torch.einsum("tkc,tkoc->tko", x, wide)
             found.append(product if part.bias is None else product + to(part.bias[:, :_COLUMNS][ids]).double())
+        else:
+            found.append(_multiply_few_bits(part, v["x"][routes.places[:tokens]], ids, to))
+    return found
+
+
+def _multiply_few_bits(part: FewBitsExperts, x: Tensor, ids: Tensor, to: Move) -> Tensor:
+    """Return the compared results [T, K, columns] of routed rows x [T, K, in_features], expert by expert."""
+    columns = min(_COLUMNS, part.rows)
+    found = torch.zeros(*ids.shape, columns, dtype=torch.float64, device=to(ids).device)
+    for expert in ids.unique().tolist():
+        wide = torch.empty(columns, part.weight.columns, dtype=x.dtype, device=x.device)
+        widen(part.weight.of_expert(expert), 0, wide)
+        rows = x[ids == expert]
+        rows = rows if part.orders is None else rows.index_select(1, part.orders[expert])
+        found[to(ids == expert)] = reference.linear(to(rows), to(wide), to(part.added[expert, :columns]))
     return found
 
 
 def _multiplied(v: Values, result: Any, n: int) -> list[Tensor]:
     first, found = 0, []
     for part in v["experts"].parts:
-        if isinstance(part, DenseExperts):
-            found.append(result[v["routes"].places[:n]][..., first : first + min(_COLUMNS, part.rows)])
+        found.append(result[v["routes"].places[:n]][..., first : first + min(_COLUMNS, part.rows)])
         first += part.rows
     return found
 

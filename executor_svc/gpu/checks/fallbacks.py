@@ -1,4 +1,8 @@
-"""What is computed where a kernel is not right on the GPU at hand: attention by other tiles, the rest by PyTorch."""
+"""What is computed where a kernel is not right on the GPU at hand: attention by other tiles, the rest by PyTorch.
+
+Attention without right tiles is PyTorch's, too, which is very slow. In the place of cuBLAS's products stand those of
+exact mode.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,14 +19,16 @@ from executor_svc.device.kernels import AttentionShape
 from executor_svc.gpu.checks.linears import dense_rows
 from executor_svc.gpu.checks.meanings import Values, heads_of
 from executor_svc.gpu.checks.operations import MEANINGS, RecordedCall, bound, label_of, shape_text
-from executor_svc.gpu.choices.ways import KernelError
+from executor_svc.gpu.choices.ways import KernelChecks, KernelError
 from executor_svc.gpu.exact.linear import ExactLinear
+from executor_svc.gpu.kernels.attention.by_torch import BY_TORCH
 from executor_svc.gpu.kernels.few_bits.widening import rows_at_once, widen
-from executor_svc.gpu.linear import Fp8Linear, PlainLinear, W8Linear
+from executor_svc.gpu.linear import Fp8Linear, PlainLinear, SumsWorkspace, W8Linear
 from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.gpu.stored_linear import GpuStoredLinear, PackedRows
 
-KERNEL, TORCH, _TILES_OF = "kernel", "torch", "tiles of "
+KERNEL, TORCH, OWN, _TILES_OF = "kernel", "torch", "product of exact mode", "tiles of "
+_ATTENTIONS = "attention", "latent_attention"
 _TILES = (80, 86)
 """Compute capabilities whose tiles of attention other GPUs can have: less shared memory, and no copy engine."""
 
@@ -29,32 +36,46 @@ _TILES = (80, 86)
 class Fallbacks:
     """By which way calls are computed, by their labels; those that are not named, by their kernel."""
 
-    def __init__(self, kernels: GpuStateKernels) -> None:
-        self._kernels = kernels
+    def __init__(self, kernels: GpuStateKernels, checks: KernelChecks) -> None:
+        self._kernels, self._checks = kernels, checks
         self._name = kernels.name
         kernels.tiles_of = self.tiles_of
         self.ways: dict[str, str] = {}
         self.reasons: dict[str, dict[str, str]] = {}
         """By label, then by way: why it is not used."""
+        self.kept: dict[str, str] = {}
+        """By label: why it is not right, and used all the same."""
+        self.seconds: dict[str, str] = {}
+        """By label of attention by PyTorch: how slow it is."""
+        self._own = OwnProducts()
 
     def way_of(self, label: str) -> str:
         """Return the name of the way of calls with this label."""
         return self.ways.get(label, KERNEL)
 
-    def adopt(self, ways: Mapping[str, str], reasons: Mapping[str, dict[str, str]]) -> None:
+    def adopt(self, ways: Mapping[str, str], reasons: Mapping[str, dict[str, str]], seconds: Mapping[str, str]) -> None:
         """Take what an earlier start has found."""
         self.ways |= ways
         self.reasons |= reasons
+        self.seconds |= seconds
         self._install()
 
     def fall_back(self, call: RecordedCall, reason: str) -> None:
-        """Give calls of this label their next way. Raises KernelError, naming it, if there is none."""
+        """Give calls of this label their next way. Raises KernelError, naming it, if there is none.
+
+        What is to be reported alone keeps its way, if that gives results.
+        """
+        if self._checks.reports and self._checks.runs(call.label, self.way_of(call.label)):
+            self.kept[call.label] = reason
+            return
+        self.kept.pop(call.label, None)
         reasons = self.reasons.setdefault(call.label, {})
         reasons[self.way_of(call.label)] = reason
         way = next((each for each in self._possible(call) if each not in reasons), None)
         if way is None:
             tried = ", ".join(f"{each} {why}" for each, why in reasons.items())
             hint = "; --numerics exact has no other way, fast may have" if self._kernels.exact is not None else ""
+            hint += self._checks.hint(call.label, reasons)
             raise KernelError(f"{call.label}: no way is right on this GPU: {tried}{hint}")
         self.ways[call.label] = way
         self._install()
@@ -67,19 +88,30 @@ class Fallbacks:
         ]
 
     def tiles_of(self, shape: AttentionShape) -> int:
-        """Return the compute capability whose tiles attention of a shape has."""
+        """Return the compute capability whose tiles attention of a shape has, or BY_TORCH."""
         text = shape_text(shape)
         for label, way in self.ways.items():
-            if way.startswith(_TILES_OF) and (f", {text}," in label or f", {text})" in label):
-                return int(way.removeprefix(_TILES_OF))
+            if label.startswith(_ATTENTIONS) and (f", {text}," in label or f", {text})" in label):
+                return BY_TORCH if way == TORCH else int(way.removeprefix(_TILES_OF))
         return self._kernels.arch
+
+    def attends_by_torch(self, label: str) -> bool:
+        """Return whether attention of a label is PyTorch's."""
+        return label.startswith(_ATTENTIONS) and self.way_of(label) == TORCH
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether some attention is PyTorch's: as many operations as a graph would hold for the longest sequences."""
+        return any(map(self.attends_by_torch, self.ways))
 
     def _possible(self, call: RecordedCall) -> list[str]:
         """Return the ways of a call, in order; in exact mode there is one, as another may not keep a row's bits."""
         if self._kernels.exact is not None:
             return [KERNEL]
-        if call.name in ("attention", "latent_attention"):
-            return [KERNEL, *(f"{_TILES_OF}{arch}" for arch in _TILES if arch != self._kernels.arch)]
+        if call.name in _ATTENTIONS:
+            return [KERNEL, *(f"{_TILES_OF}{arch}" for arch in _TILES if arch != self._kernels.arch), TORCH]
+        if call.name == "linear" and isinstance(call.values["linear"], PlainLinear):
+            return [KERNEL, OWN]
         if call.name == "linear" and not _is_replaceable(call.values["linear"]):
             return [KERNEL]
         return [KERNEL, TORCH] if call.meaning.replaceable else [KERNEL]
@@ -88,7 +120,11 @@ class Fallbacks:
         kernels, changed = self._kernels, sorted(f"{label} {way}" for label, way in self.ways.items())
         for name in MEANINGS:
             kernels.__dict__.pop(name, None)
-        for name in {label.partition(" ")[0] for label, way in self.ways.items() if way == TORCH}:
+        for name in {
+            label.partition(" ")[0]
+            for label, way in self.ways.items()
+            if way in (TORCH, OWN) and not label.startswith(_ATTENTIONS)
+        }:
             setattr(kernels, name, partial(self._call, name, getattr(kernels, name)))
         # Executors that compute otherwise have other fingerprints.
         digest = hashlib.sha256("\n".join(changed).encode()).hexdigest()[:8]
@@ -97,7 +133,10 @@ class Fallbacks:
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
         kernels, recording = self._kernels, self._kernels.current_recording
         values = bound(name, kernels, args, named)
-        if self.way_of(label_of(name, values)) != TORCH:
+        way = self.way_of(label_of(name, values))
+        if way == OWN:
+            return method(values["x"], self._own.of(values["linear"]), values["out_dtype"])
+        if way != TORCH:
             return method(*args, **named)
         if recording is None:  # at once: the recording gives memory, and runs nothing
             with kernels.passing(), kernels.recording():
@@ -109,6 +148,23 @@ class Fallbacks:
         del recording.operations[first:]
         kernels.run(_first(result), partial(_compute, name, values, result))
         return result
+
+
+class OwnProducts:
+    """The products of exact mode that stand in the place of cuBLAS's, over the same weights."""
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[PlainLinear, ExactLinear] = WeakKeyDictionary()
+        self._workspaces: dict[tuple[int, int], SumsWorkspace] = {}
+        """By shape: none grows once a graph reads it."""
+
+    def of(self, linear: PlainLinear) -> ExactLinear:
+        """Return the product that takes its place."""
+        if linear not in self._made:
+            shape = linear.out_features, linear.in_features
+            workspace = self._workspaces.setdefault(shape, SumsWorkspace(linear.weight.device))
+            self._made[linear] = ExactLinear(linear.weight, linear.bias, "none", workspace)
+        return self._made[linear]
 
 
 def _first(result: Any) -> Tensor:

@@ -20,13 +20,6 @@ _COLUMNS = 4 * TILE
 Dense = PlainLinear | W8Linear | Fp8Linear | ExactLinear
 
 
-def is_own(linear: object) -> bool:
-    """Return whether a linear is multiplied by a kernel of ours, or with rows that one has rounded; not by cuBLAS."""
-    if isinstance(linear, GpuStoredLinear):
-        return any(not isinstance(part, PlainLinear) for part in linear.parts)
-    return isinstance(linear, W8Linear | Fp8Linear | ExactLinear)
-
-
 def product_of(values: Mapping[str, Any], n: int, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Return the compared results of the first n rows; a weight in few bits is what it is widened to."""
     x = values["x"][:n]
@@ -41,6 +34,11 @@ def product_of(values: Mapping[str, Any], n: int, to: Callable[[Tensor], Tensor]
 def results_of_product(values: Mapping[str, Any], result: Any, n: int) -> list[Tensor]:
     """Return the same results of the linear itself."""
     return [result[:n, at : at + last - first] for at, first, last, _ in _compared(values["linear"])]
+
+
+def repeated(x: Tensor, rows: int) -> Tensor:
+    """Return so many rows: those of x [n, columns], over and over."""
+    return x.repeat(-(-rows // len(x)), 1)[:rows]
 
 
 def narrow_rows(linear: object) -> bool:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from executor_svc.device import reference
 from executor_svc.device.kernels import HeadNorms, Rope
+from executor_svc.gpu.kernels.few_bits.layout import TILE
+from executor_svc.gpu.kernels.few_bits.widening import widen
 
 Values = Mapping[str, Any]
 """Arguments of a call of `GpuKernels` by name."""
@@ -48,6 +50,16 @@ class Meaning(NamedTuple):
 
 def _embed(v: Values, n: int, to: Move) -> list[Tensor]:
     return [to(v["table"][v["token_ids"][:n]]).double() * v["scale"]]
+
+
+def _embed_few_bits(v: Values, n: int, to: Move) -> list[Tensor]:
+    """The rows of the tiles that the tokens are in, as `widen` gives them."""
+    table, ids = v["table"], v["token_ids"][:n]
+    tiles, at = torch.unique(ids // TILE, return_inverse=True)
+    wide = torch.zeros(len(tiles), TILE, table.columns, dtype=v["dtype"], device=ids.device)
+    for tile, rows in zip(tiles.tolist(), wide, strict=True):
+        widen(table, tile * TILE, rows[: min(TILE, table.rows - tile * TILE)])
+    return [to(wide[at, ids % TILE]).double() * v["scale"]]
 
 
 def _take_rows(v: Values, n: int, to: Move) -> list[Tensor]:
@@ -214,6 +226,7 @@ def _attention(v: Values, n: int, to: Move) -> list[Tensor]:
 
 MEANINGS: dict[str, Meaning] = {
     "embed": Meaning(_embed),
+    "embed_few_bits": Meaning(_embed_few_bits, replaceable=False),
     "take_rows": Meaning(_take_rows),
     "copy_columns": Meaning(_copy_columns, _copied),
     "rms_norm": Meaning(_rms_norm),

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.device.adapters import NO_PLACE
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import DraftLayers
+from executor_svc.gpu.checks.adapters import CheckedAdapters
+from executor_svc.gpu.checks.recorded_head import RecordedHead
 from executor_svc.models.base import CausalLM
 from executor_svc.models.decoder import Decoder
+from executor_svc.models.heads.head import DraftHead
 from executor_svc.models.loading import LoadedModel
 from executor_svc.models.recorded import RecordedModel
 from executor_svc.plan.description import limits_of
@@ -23,6 +27,8 @@ LONG, SHORT = 300, 21
 """Tokens of the two sequences: of several segments of split decodes, and of few keys. Together they are more rows than
 any tile has."""
 _DRAFTS = 3
+_WITHOUT = 7
+"""Of so many rows with adapters one has none."""
 _MOST = 10
 """Tokens of a sequence after its prompt."""
 
@@ -39,8 +45,8 @@ class CheckedTokens(NamedTuple):
 class ModelSteps:
     """A model that is recorded for small steps, over a cache of two sequences of its own."""
 
-    model: CausalLM
-    recorded: RecordedModel
+    model: CausalLM | DraftHead
+    recorded: RecordedModel | RecordedHead
     limits: Limits
     lengths: tuple[int, int]
     """Of the prompts."""
@@ -52,12 +58,13 @@ class ModelSteps:
         device: Device,
         config: ExecutorConfig,
         draft: DraftLayers | None,
-        draft_model: Decoder | None = None,
+        draft_model: Decoder | DraftHead | None = None,
         long: int = LONG,
     ) -> ModelSteps:
-        """Record; draft_model: this one, over the draft layers. long: tokens of the longer prompt, or fewer for a
-        model of shorter sequences.
-        """  # fmt: skip
+        """Record; draft_model: this one, or this head, over the draft layers.
+
+        long: tokens of the longer prompt, or fewer for a model of shorter sequences.
+        """
         longest = max(2, min(long, loaded.geometry.max_model_len - _MOST))
         lengths = longest, min(SHORT, longest)
         blocks = sum(-(-(length + _MOST) // config.block_size) for length in lengths)
@@ -72,9 +79,20 @@ class ModelSteps:
         where = device.torch_device
         tokens, rows = limits.max_num_batched_tokens, limits.max_num_seqs
         inputs = (torch.zeros(size, dtype=torch.int64, device=where) for size in (tokens, tokens, rows))
+        if draft_model is not None and not isinstance(draft_model, Decoder):
+            width = len(draft_model.state_layers) * loaded.geometry.hidden_size
+            return cls(draft_model, RecordedHead(draft_model, device, pools, limits, width, *inputs), limits, lengths)
         model = loaded.model if draft_model is None else draft_model
-        recorded = RecordedModel(model, device.kernels, pools, limits, *inputs, is_draft=draft_model is not None)
+        adapters = loaded.adapters if draft_model is None else None
+        recorded = RecordedModel(
+            model, device.kernels, pools, limits, *inputs, is_draft=draft_model is not None, adapters=adapters
+        )
         return cls(model, recorded, limits, lengths)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether there is a recording with adapters, beside that without."""
+        return isinstance(self.recorded, RecordedModel) and self.recorded.adapter_tables is not None
 
     def steps(self) -> list[tuple[str, list[CheckedTokens]]]:
         """Return the steps in their order, each with a name."""
@@ -86,8 +104,11 @@ class ModelSteps:
             ("drafts", [CheckedTokens(0, long + 1, 1 + _DRAFTS), CheckedTokens(1, short + 1, 1 + _DRAFTS)]),
         ]
 
-    def fill(self, chunks: Sequence[CheckedTokens]) -> dict[str, int]:
-        """Set the inputs of a step; returns the number of rows of its operations by name."""
+    def fill(self, chunks: Sequence[CheckedTokens], adapters: CheckedAdapters | None = None) -> dict[str, int] | None:
+        """Set the inputs of a step; returns the number of rows of its operations by name.
+
+        adapters: those that rows have; returns None for a step without a row that has one.
+        """
         recorded, limits = self.recorded, self.limits
         positions = torch.cat([torch.arange(each.context, each.context + each.num_tokens) for each in chunks])
         owners = torch.tensor([each.sequence for each in chunks]).repeat_interleave(
@@ -117,10 +138,29 @@ class ModelSteps:
             plan.fill(mapping, starts, lens, tables.to(torch.int32))
         if recorded.state_plan is not None:
             self._fill_states(chunks, starts)
+        if isinstance(recorded, RecordedHead):
+            recorded.fill_states(len(owners))
+        if adapters is not None and not self._fill_adapters(adapters, owners, positions, sampled):
+            return None
         return self._counts(len(owners), len(sampled))
 
-    def run(self, counts: Mapping[str, int]) -> None:
+    def _fill_adapters(self, adapters: CheckedAdapters, owners: Tensor, positions: Tensor, sampled: Tensor) -> bool:
+        """Give rows the adapters of their sequences, and some of them none; return whether a row has one."""
+        assert isinstance(self.recorded, RecordedModel)
+        without = owners >= adapters.num_places
+        if len(owners.unique()) > 1:
+            without |= positions % _WITHOUT == _WITHOUT - 1
+        places = torch.where(without, NO_PLACE, owners).numpy()
+        of_sampled = places[sampled.numpy()]
+        tables = self.recorded.adapter_tables
+        assert tables is not None
+        adapters.rows = {id(tables.tokens): places, id(tables.sampled): of_sampled}
+        return self.recorded.set_adapters(places, of_sampled) and tables.sampled.num_tiles > 0
+
+    def run(self, counts: Mapping[str, int] | None) -> None:
         """Run the step whose inputs are set, with the rows that `fill` has returned."""
+        assert counts is not None
+        assert isinstance(self.recorded, RecordedModel)
         self.recorded.run(counts["rows"], counts["sampled"])
 
     def _pages(self, sequence: int) -> Tensor:

@@ -14,15 +14,18 @@ from torch import Tensor
 
 from executor_svc.device import reference
 from executor_svc.device.kernels import AttentionShape, HeadNorms, KVScales, Rope
-from executor_svc.gpu.checks import expert_meanings, meanings
-from executor_svc.gpu.checks.linears import is_own, narrow_rows, product_of, results_of_product
+from executor_svc.gpu.checks import adapters, expert_meanings, meanings
+from executor_svc.gpu.checks.linears import narrow_rows, product_of, results_of_product
 from executor_svc.gpu.checks.meanings import Meaning
 from executor_svc.gpu.kernels.gpu_kernels import GpuRecording
+from executor_svc.gpu.kernels.lora.adapter_places import GpuAdapterPlaces
+from executor_svc.gpu.linear import PlainLinear
 from executor_svc.gpu.states import GpuStateKernels
 
 MEANINGS: Mapping[str, Meaning] = {
     **meanings.MEANINGS,
     **expert_meanings.MEANINGS,
+    **adapters.MEANINGS,
     "silu_mul": Meaning(lambda v, n, to: [reference.silu_mul(to(v["gate_up"][:n]))]),
     "gelu_tanh_mul": Meaning(lambda v, n, to: [reference.gelu_tanh_mul(to(v["gate_up"][:n]))]),
     "linear": Meaning(product_of, results_of_product),
@@ -95,6 +98,10 @@ def _text(key: str, value: Any) -> str:
         return f"{value.cos.shape[1]} rotated"
     if isinstance(value, KVScales):
         return "scales"
+    if isinstance(value, GpuAdapterPlaces):
+        return f"{value.products.num_parts} pairs of at most {value.products.max_rank}"
+    if isinstance(value, PlainLinear):
+        return f"by cuBLAS {value.in_features} to {value.out_features}"
     if hasattr(value, "in_features"):
         return f"{type(value).__name__} {value.in_features} to {value.out_features}"
     return f"{key} {value}" if isinstance(value, str | torch.dtype) else ""
@@ -116,8 +123,6 @@ def noted(kernels: GpuStateKernels) -> Iterator[list[RecordedCall]]:
         finally:
             inside[0] = False
         values = bound(name, kernels, args, named)
-        if name == "linear" and not is_own(values["linear"]):
-            return result
         operations = range(first, len(recording.operations))
         found.append(RecordedCall(name, label_of(name, values), values, result, rows, recording, operations))
         return result

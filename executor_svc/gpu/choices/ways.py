@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 _RUNS, _REPEATS = 10, 7
 """Of a way that is timed: in a graph, and replays of it."""
 _MOST_REASON = 200
+_REPORT = "--kernel-checks report computes with it all the same"
 
 
 class KernelError(DeviceError):
@@ -99,12 +100,26 @@ class KernelChecks:
 
     device: torch.device
     store: CheckStore = field(default_factory=lambda: CheckStore(None, {}))
+    reports: bool = False
+    """Whether what is off is computed all the same, and only reported; what does not run is never used."""
     fallen: list[str] = field(default_factory=list)
     """What is not computed in its preferred way: a line each, which says why."""
     num_compared: int = 0
     """Results that were compared in this start."""
     num_known: int = 0
     """Choices that an earlier start has made."""
+    kept: list[str] = field(default_factory=list)
+    """What is off and computed all the same: a line each."""
+    _broken: set[tuple[str, str]] = field(default_factory=set)
+    """What did not run, and the way."""
+
+    def runs(self, name: str, way: str) -> bool:
+        """Return whether a way that `tried` has found wrong gives results at all."""
+        return (name, way) not in self._broken
+
+    def hint(self, name: str, reasons: Mapping[str, str]) -> str:
+        """Return what a refusal says of the option by which the start goes on; nothing if no way runs."""
+        return f"; {_REPORT}" if any(self.runs(name, way) for way in reasons) else ""
 
     def choose(self, check: KernelCheck) -> str:
         """Return the name of the way to use; an earlier start's, if it is known.
@@ -128,13 +143,22 @@ class KernelChecks:
             if not check.timed:
                 break
         if not agreeing:
-            raise KernelError(f"{check.name}: no way is right on this GPU: {_joined(reasons)}")
+            return self._all_the_same(check, reasons)
         chosen = min(agreeing, key=lambda name: agreeing[name])
         us = {name: round(1e6 * seconds, 2) for name, seconds in agreeing.items() if seconds}
         found = {"way": chosen, "reasons": reasons, "us": us}
         self.store.keep(check.name, found)
         self._note(check.name, found)
         return chosen
+
+    def _all_the_same(self, check: KernelCheck, reasons: dict[str, str]) -> str:
+        """Return the first way that gives results, none of which is right, if that is to be reported alone."""
+        way = next((each.name for each in check.ways if self.runs(check.name, each.name)), None)
+        if way is None or not self.reports:
+            hint = self.hint(check.name, reasons)
+            raise KernelError(f"{check.name}: no way is right on this GPU: {_joined(reasons)}{hint}")
+        self.kept.append(f"{check.name}: {_joined(reasons)}")
+        return way
 
     def reason_against(self, name: str, way: Way, expected: Tensor, tolerance: Tolerance) -> str | None:
         """Try a way; return why it cannot be used, or None.
@@ -150,11 +174,12 @@ class KernelChecks:
     def tried(self, name: str, way: str, compare: Callable[[], str | None]) -> str | None:
         """Return what `compare` returns, or why it failed; `compare` runs the way `way` of what `name` names."""
         if self.store.has_ended(name, way):
+            self._broken.add((name, way))
             return ENDED
         self.store.begin(name, way)
         try:
             reason = compare()
-            self._wait()
+            self.wait()
         except Exception as error:
             if is_device_lost(error):
                 self.store.lose()
@@ -163,6 +188,7 @@ class KernelChecks:
                     "does not use it"
                 ) from error
             reason = short_reason(error)
+            self._broken.add((name, way))
         self.num_compared += 1
         self.store.end()
         return reason
@@ -170,25 +196,29 @@ class KernelChecks:
     def log(self, seconds: float) -> None:
         """Say in a line how many agree and what does not, with the reasons."""
         known = f", {self.num_known} known from an earlier start" if self.num_known else ""
+        if self.kept:
+            _log.warning("kernels: NOT RIGHT on this GPU, and computed all the same (--kernel-checks report): %s",
+                         "; ".join(self.kept))  # fmt: skip
         if self.fallen:
             text = "; ".join(self.fallen)
             _log.warning("kernels: %d results compared%s in %.1f s; fallen back: %s",
                          self.num_compared, known, seconds, text)  # fmt: skip
-        else:
+        elif not self.kept:
             _log.info("kernels: %d results compared%s in %.1f s, all agree", self.num_compared, known, seconds)
 
     def _note(self, name: str, found: dict[str, Any]) -> None:
         if found["reasons"]:
             self.fallen.append(f"{name}: {found['way']}, as {_joined(found['reasons'])}")
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _seconds(self, way: Way) -> float:
         """Return the median seconds of a way on the device, of runs in a CUDA graph: without what a launch takes."""
         way.run()
-        self._wait()
+        self.wait()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(_RUNS):
@@ -198,7 +228,7 @@ class KernelChecks:
             start.record()
             graph.replay()
             end.record()
-        self._wait()
+        self.wait()
         times: list[float] = [start.elapsed_time(end) for start, end in events]
         return statistics.median(times) / 1e3 / _RUNS
 

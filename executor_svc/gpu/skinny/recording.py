@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 from weakref import WeakSet
 
@@ -74,11 +75,24 @@ class EitherKernels(GpuStateKernels):
         """Whether fused layers launch dependent kernels from now on: see `kernels.dependent`. Bits are the same."""
         self.choices: WeakSet[Either] = WeakSet()
         """Those that are recorded and in use."""
+        self._only_apart = False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, no operations are fused: each is run or recorded by itself."""
+        before, self._only_apart = self._only_apart, True
+        try:
+            yield
+        finally:
+            self._only_apart = before
 
     def either(
         self, result: Tensor, fits: Callable[[int], bool], fused: Callable[[], None], apart: Callable[[], Tensor]
     ) -> Tensor:
         """Run one of two ways, or record both; each leaves its result in the memory of `result`."""
+        if self._only_apart:
+            _same(apart(), result)
+            return result
         if self._recording is None:
             if self.skinny_gemms == "on" and fits(len(result)):
                 fused()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from executor_svc.device.kernels import AttentionShape, KVScales
 from executor_svc.gpu.kernels.attention.attention import attention
+from executor_svc.gpu.kernels.attention.by_torch import BY_TORCH, attention_by_torch
 from executor_svc.gpu.kernels.attention.call import AttentionCall
 from executor_svc.gpu.kernels.attention.gluon.prefill import prompt_attention
 from executor_svc.gpu.kernels.attention.gluon.tiles import why_not
@@ -141,6 +142,9 @@ class GpuAttentionPlan:
 
     def _run(self, call: AttentionCall) -> None:
         """Enqueue this call."""
+        if self.arch == BY_TORCH:
+            attention_by_torch(call)
+            return
         kind, lengths = call.kind, (self.max_query_len, self._max_seq_len)
         wants_split = default_segments(kind).wants_split
         if wants_split(self.num_seqs, call.num_kv_heads, *lengths, self.num_sms, split_tokens(kind)):

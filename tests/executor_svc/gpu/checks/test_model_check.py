@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.gpu import linear as gpu_linear
 from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
-from executor_svc.gpu.choices.store import CheckStore
 from executor_svc.gpu.choices.ways import KernelChecks, KernelError
 from executor_svc.gpu.kernels import gpu_kernels as launches
 from executor_svc.gpu.kernels import norm
@@ -21,11 +19,20 @@ from executor_svc.gpu.kernels.few_bits import linear as few_bits
 from executor_svc.models.decoder import Decoder
 from executor_svc.startup.speculation import load_speculative_model
 from tests.checkpoints import make_checkpoint
-from tests.executor_svc.driver import Model, Tokens
+from tests.executor_svc.driver import Model
+from tests.executor_svc.gpu.checks.checked import (
+    HEADS,
+    assert_same_tokens,
+    loaded,
+    logits_of,
+    model_check,
+    refused,
+    scaled,
+)
+from tests.executor_svc.gpu.test_families import tokens_of
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
 
-HEADS = {"num_hidden_layers": 1, "head_dim": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", HEADS, {}),
     "norms of heads, int8, a cache in fp8": ("qwen3", HEADS, {"kv_cache_dtype": "fp8", "quantization": "int8"}),
@@ -45,12 +52,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "exact mode": ("llama", HEADS, {"numerics": "exact", "dtype": "float32"}),
 }  # fmt: skip
 SHORT = ("norms of heads, int8, a cache in fp8", "latents", "exact mode")
-
-
-def model_check(model: Model, folder: Path | None = None, long: int = 40) -> ModelCheck:
-    """long: of a prompt whose decodes are split from 130 tokens on."""
-    checks = KernelChecks(model.device.torch_device, CheckStore(folder, {"gpu": "none"}))
-    return ModelCheck(model.loaded, model.device, ExecutorConfig(**model.options), checks, long=long)
 
 
 @pytest.mark.parametrize("name", short_and_long([*FAMILIES], [*SHORT]))
@@ -100,44 +101,6 @@ def test_a_draft_model_is_compared_too(folder: Path, monkeypatch: pytest.MonkeyP
     found = compared()
     assert len(found.fallen) == 1
     assert found.num_compared > right.num_compared, "the target's steps are run again"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, **HEADS}
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", vocab_size=131, dtype=torch.bfloat16, **sizes)
-
-
-def loaded(folder: Path, **options: Any) -> Model:
-    return Model(folder, device="cuda", **{"dtype": "bfloat16", "quantization": "int8"} | options)
-
-
-def logits_of(model: Model) -> Tensor:
-    """Of a prompt, a chunk after it, and a decode."""
-    driver, sequence = model.driver(), Tokens([(7 * each) % 131 for each in range(40)])
-    return torch.cat([each for count in (21, 18, 1) for each in driver.step([(sequence, count)])])
-
-
-def assert_same_tokens(found: Tensor, expected: Tensor) -> None:
-    """Or tokens that are as likely, but for roundings to bfloat16, by which a right operation may differ."""
-    assert (found - expected).norm() < 0.02 * expected.norm()
-    chosen = expected.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
-    assert (expected.max(-1).values - chosen < 0.1).all()
-    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8
-
-
-def scaled(launch: Any, place: int) -> Any:
-    """A launch whose result, one of its arguments, is off by 3%."""
-
-    def wrong(*args: Any, **named: Any) -> None:
-        launch(*args, **named)
-        args[place].mul_(1.03)
-
-    return wrong
-
-
-def refused(*_: Any, **__: Any) -> None:
-    raise RuntimeError("PassManager::run failed")
 
 
 WRONG: dict[str, tuple[Any, str, int | None, str]] = {
@@ -194,10 +157,36 @@ def test_attention_falls_back_to_other_tiles(folder: Path, monkeypatch: pytest.M
     assert_same_tokens(logits_of(model), expected)
 
 
-def test_attention_without_right_tiles_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan, "attention", refused)
-    with pytest.raises(KernelError, match=r"attention .*: no way is right on this GPU: kernel .* tiles of 86 Runtime"):
-        compare_models([model_check(loaded(folder))])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("deepseek_v3", "float32")])
+def test_attention_without_right_tiles_is_pytorchs(
+    family: str,
+    dtype: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """So the service starts at all, and says how slow it is, at the next start too."""
+    if family != "llama":
+        shape = {"vocab_size": 131, "num_hidden_layers": 2, "dtype": torch.bfloat16}
+        folder = make_checkpoint(tmp_path / "model", family, **shape)
+    usual = loaded(folder, quantization="none", dtype=dtype)
+    expected, tokens = logits_of(usual), tokens_of(usual)
+    for launch in ("attention", "split_attention"):
+        monkeypatch.setattr(attention_plan, launch, refused)
+    for start in ("first", "next"):
+        model = loaded(folder, quantization="none", dtype=dtype)
+        check = model_check(model, tmp_path / "checks")
+        caplog.clear()
+        assert compare_models([check]).is_slow
+        assert {line.partition(" ")[0] for line in check.checks.fallen} <= {"attention", "latent_attention"}, start
+        assert all(": torch, as kernel RuntimeError: Pass" in line for line in check.checks.fallen)
+        slow = [line for line in caplog.messages if "VERY SLOW" in line]
+        assert len(slow) == len(check.checks.fallen) >= 1
+        assert "s a layer for a prompt of 61 tokens; steps run without CUDA graphs" in slow[0]
+    assert " other-" in model.device.kernels.name
+    assert_same_tokens(logits_of(model), expected)
+    assert dtype == "bfloat16" or tokens_of(model) == tokens, "by slots, whose plans are filled on the device"
 
 
 def test_exact_mode_has_no_other_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

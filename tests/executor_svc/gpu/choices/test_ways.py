@@ -150,3 +150,14 @@ def test_sources_are_told_apart(tmp_path: Path) -> None:
     assert before == sources_digest(tmp_path)
     (tmp_path / "a.py").write_text("2")
     assert before != sources_digest(tmp_path)
+
+
+def test_without_a_right_way_the_first_that_runs_is_reported() -> None:
+    found = KernelChecks(CPU, reports=True)
+    ways = [Way("tile", broken), Way("torch", wrong)]
+    assert found.choose(KernelCheck("thing 40 bf16", ways, lambda: RIGHT, Tolerance.of(torch.bfloat16))) == "torch"
+    assert found.fallen == []
+    (line,) = found.kept
+    assert line.startswith("thing 40 bf16: tile ValueError: too much shared memory, torch one number is off by")
+    with pytest.raises(KernelError, match=r"thing 40 bf16: no way is right on this GPU: tile ValueError[^;]*$"):
+        found.choose(KernelCheck("thing 40 bf16", ways[:1], lambda: RIGHT, Tolerance.of(torch.bfloat16)))

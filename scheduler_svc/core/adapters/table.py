@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
 
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterRegistered
@@ -127,23 +127,32 @@ class AdapterTable:
             self.num_changes += 1
             self._forget_unused(index)
 
-    def commands(self, lane: LaneAdapters, held: Callable[[], Container[int]]) -> AdapterCommands:
+    def commands(
+        self,
+        lane: LaneAdapters,
+        held: Callable[[], Container[int]],
+        users: Callable[[], Collection[int]],
+        num_strandings: int = 0,
+    ) -> AdapterCommands:
         """What an executor with a session is to load and unload now; recorded as sent.
 
         Adapters of requests come first, in the order in which they were needed, and take the places of those that no
         request uses, the least recently used first. Then those with names, while there are free places. held: the
         adapters of unfinished groups that have run on this executor: due ones may take the places of all others, but
-        of those that were due before and have not begun.
+        of those that were due before and have not begun. users: those of `users` that this executor is to have.
+        num_strandings: grows with each change of these that no event of adapters brings.
         """
-        if not lane.max_loras or not (lane.take_change(self.num_changes) or self.bars(lane)):
+        if not lane.max_loras or not (lane.take_change(self.num_changes + num_strandings) or self.bars(lane)):
             return AdapterCommands()
+        used = users()
         names = {index: None for index, adapter in self.adapters.items() if adapter.has_name}
         lane.forget_errors(self.adapters)
         unloads = lane.to_unload(self.users, names)
-        needed = [index for index in {**self._due, **self.users, **self._wanted} if lane.state(index) is None]
+        wanted = {**self._due, **dict.fromkeys(used), **self._wanted}
+        needed = [index for index in wanted if lane.state(index) is None]
         next_loads = needed[: max(0, MAX_LOADING - lane.num_loading)]
         num_free = lane.num_places + len(unloads) + lane.num_unloading
-        unused = [index for index in lane.least_recently_used(self.users) if index not in unloads]
+        unused = [index for index in lane.least_recently_used(used) if index not in unloads]
         unloads += unused[: max(0, len(next_loads) - num_free)]
         num_due_short = sum(index in self._due for index in next_loads) - num_free - len(unused)
         if num_due_short > 0:

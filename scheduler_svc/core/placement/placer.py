@@ -73,7 +73,9 @@ class Placer:
         self._unplaced: dict[SequenceGroup, None] = {}
         """Groups to be placed by the next plans."""
         self._stranded: dict[SequenceGroup, None] = {}
-        """Groups that no open lane can hold: they wait for a lane to open."""
+        """Groups that no open lane can hold: they wait for a lane to open, or to load their adapter."""
+        self.num_strandings = 0
+        """Grows with each of them."""
 
     # --- what happens to groups and lanes ----------------------------------------------------------------------------
 
@@ -152,6 +154,11 @@ class Placer:
         return len(self._queues.get(executor_id, ()))
 
     @property
+    def strands_adapters(self) -> bool:
+        """Whether no open lane can hold some group with an adapter, which one may have that cannot hold it."""
+        return any(group.spec.adapter_index for group in self._stranded)
+
+    @property
     def num_unplaced(self) -> int:
         """Number of groups that the next plans, of whichever lanes, will place."""
         return len(self._unplaced)
@@ -169,6 +176,7 @@ class Placer:
             found = self._choice(group, needed, now)
             if found is None:
                 self._stranded[group] = None
+                self.num_strandings += 1
             else:
                 self._hits[group] = KnownHits(hits, self._asked)
                 self._queues[found.executor_id].add(group, needed.num_tokens - self._num_hits(group, found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 from scheduler_svc.core.adapters.events import (
     AdapterCommands,
@@ -17,7 +18,7 @@ from scheduler_svc.core.adapters.events import (
 from scheduler_svc.core.adapters.lane_adapters import FAILED_PRECONDITION, NO_ADAPTERS
 from scheduler_svc.core.errors import RequestRejectedError
 from scheduler_svc.core.lanes.lane import Lane
-from scheduler_svc.core.placement.candidates import check_fits_one, may_continue
+from scheduler_svc.core.placement.candidates import check_fits_one, holding_lanes, kinds_of, may_continue
 from scheduler_svc.core.request_table import RequestTable
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.types import RequestSpec
@@ -55,7 +56,8 @@ def adopt_loaded(requests: RequestTable, lane: Lane, answers: Collection[Adapter
 def commands(requests: RequestTable, lane: Lane) -> AdapterCommands:
     """What an executor with a session is to load and unload now; groups whose adapter leaves with it wait elsewhere."""
     table = requests.adapters
-    found = table.commands(lane.adapters, lambda: _held(requests, lane))
+    held, users = partial(_held, requests, lane), partial(_users_of, requests, lane)
+    found = table.commands(lane.adapters, held, users, requests.placer.num_strandings)
     if any(index in table.users for index in found.unloads):
         sort_waiting(requests)
         requests.placer.on_lane_changed(lane.executor_id)
@@ -135,6 +137,22 @@ def _take(requests: RequestTable, lane: Lane, answer: AdapterLoaded) -> bool:
 
 def _has_lane(requests: RequestTable, group: SequenceGroup) -> bool:
     return any(lane.adapters.has(group.spec.adapter_index) for lane in requests.lanes.values())
+
+
+def _users_of(requests: RequestTable, lane: Lane) -> Collection[int]:
+    """The adapters that a lane is to have, those that were needed first first: of all unfinished groups.
+
+    If some group can run only where its adapter is not loaded, of groups that the lane can hold: others keep no place.
+    """
+    table = requests.adapters
+    if not requests.placer.strands_adapters:
+        return table.users
+    kinds, here = kinds_of(requests.lanes.values()), _held(requests, lane)
+    for group in requests.groups.values():
+        index = group.spec.adapter_index
+        if index and index not in here and lane in holding_lanes(group, kinds):
+            here.add(index)
+    return [index for index in table.users if index in here]
 
 
 def _held(requests: RequestTable, lane: Lane) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
+from typing import NamedTuple
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.memory.prefix_cache import Key
@@ -24,6 +25,15 @@ MIN_BLOCK_TOKENS = 16
 """Looking up a smaller block takes as long as one of this size."""
 _WHOLE = 1 << 62
 """In place of a number of blocks: the lookup is complete."""
+
+
+class KnownHits(NamedTuple):
+    """What prefix caches had of a group when it was placed."""
+
+    tokens: dict[int, int]
+    """By executor, where there were any."""
+    asked: frozenset[int]
+    """The executors that were asked; the others are when the figure is needed."""
 
 
 class PlacementLookups:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import NamedTuple
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.lanes.lane import Lane
@@ -24,7 +23,7 @@ from scheduler_svc.core.placement.candidates import (
     takes_groups,
 )
 from scheduler_svc.core.placement.lane_queue import LaneQueue
-from scheduler_svc.core.placement.lookups import PlacementLookups, first_waiting
+from scheduler_svc.core.placement.lookups import KnownHits, PlacementLookups, first_waiting
 from scheduler_svc.core.policies.placement import Candidate, NeededTokens, PlacementPolicy, expected_s
 from scheduler_svc.core.queues.orders import OrderPolicy
 from scheduler_svc.core.queues.passed import NOTHING_PASSED, PassedOver
@@ -34,15 +33,6 @@ from scheduler_svc.core.types import SequenceState
 
 MAX_PASS_OVER_S = 1.0
 """For how long after its arrival a lane with room for the head of the queue may pass it over."""
-
-
-class KnownHits(NamedTuple):
-    """What prefix caches had of a group when it was placed."""
-
-    tokens: dict[int, int]
-    """By executor, where there were any."""
-    asked: frozenset[int]
-    """The executors that were asked; the others are when the figure is needed."""
 
 
 class Placer:

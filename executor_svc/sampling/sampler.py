@@ -103,13 +103,13 @@ def _draw(
     if not searched.all():
         (full,) = (~searched).nonzero()
         tokens[full] = _draw_from_all(logits, rows[full], best[full], columns.take(full), functions)
-    race = _PrefixRace(logits, rows, best, columns, functions)
+    drawn = _DrawsFromPrefix(logits, rows, best, columns, functions)
     (pending,) = searched.nonzero()
     for size in (*_PREFIXES, vocab):
         is_ready = (top_k[pending] <= size) | ~limited[pending] | (size >= vocab)
         ready, undecided = pending[is_ready], [pending[~is_ready]]
         for chunk in chunks(ready, vocab):
-            chosen, decided = race.draw(chunk, min(size, vocab))
+            chosen, decided = drawn.draw(chunk, min(size, vocab))
             tokens[chunk[decided]] = chosen[decided]
             undecided.append(chunk[~decided])
         pending = np.sort(np.concatenate(undecided))
@@ -138,7 +138,7 @@ def _whole_draws(logits: Tensor, rows: IntArray, best: IntArray, columns: Sampli
     return WholeDraws(rows, peak, columns["temperature"], kept, _keys(columns))
 
 
-class _PrefixRace:
+class _DrawsFromPrefix:
     """Draws of n rows from their most likely tokens; arguments as of `_draw`."""
 
     def __init__(

@@ -132,7 +132,7 @@ class AdapterTable:
         lane: LaneAdapters,
         held: Callable[[], Container[int]],
         users: Callable[[], Collection[int]],
-        num_strandings: int = 0,
+        num_strandings: int,
     ) -> AdapterCommands:
         """What an executor with a session is to load and unload now; recorded as sent.
 

@@ -151,6 +151,22 @@ def _decodes_alike(executor: Any, stub: ctypes.CDLL) -> tuple[list[list[list[Any
     return alike, programmatic
 
 
+def _steps(executor: Any) -> list[dict[str, Any]]:
+    """The fields of plans: chunks of a prompt, a sequence that joins, then decodes with drafts."""
+    drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
+    other = SequenceSampling(min_tokens=3, stop_token_ids=ints(4), num_prompt_logprobs=1)
+    size, strips = executor.limits.pages_per_state, executor.limits.num_tables
+    states = [list(range(index * size, (index + 1) * size)) for index in range(2)]
+    blocks = [[6 * size + block * strips + strip for strip in range(strips)] for block in range(3)]
+    first = sequence(0, [5] * 70, blocks[0] + blocks[1], sampling=drawn, max_drafts=3, state_pages=states[0])
+    second = sequence(2, [7], blocks[2], sampling=other, max_drafts=3, state_pages=states[1])
+    return [
+        {"admitted": (first,), "scheduled": scheduled((0, 60, False))},
+        {"admitted": (second,), "scheduled": scheduled((0, 10, True), (2, 1, True))},
+        *({"decode_ready": True, "max_drafts": most} for most in (0, 2, 3)),
+    ]
+
+
 def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}") -> None:
     stub = ctypes.CDLL(str(Path(stub_folder, LIBRARY)), mode=ctypes.RTLD_GLOBAL)
     driver.set_active(StubbedDriver())
@@ -174,18 +190,7 @@ def main(stub_folder: str, checkpoint: str, speculative: str, options: str = "{}
         began = time.monotonic()
         executor = started(Path(checkpoint), patch, speculative=speculative, **OPTIONS | json.loads(options))
         num_at_start, start_s = len(compiled), time.monotonic() - began
-        drawn = SequenceSampling(temperature=0.9, top_p=0.8, frequency_penalty=0.5, num_logprobs=2)
-        other = SequenceSampling(min_tokens=3, stop_token_ids=ints(4), num_prompt_logprobs=1)
-        size, strips = executor.limits.pages_per_state, executor.limits.num_tables
-        states = [list(range(index * size, (index + 1) * size)) for index in range(2)]
-        blocks = [[6 * size + block * strips + strip for strip in range(strips)] for block in range(3)]
-        first = sequence(0, [5] * 70, blocks[0] + blocks[1], sampling=drawn, max_drafts=3, state_pages=states[0])
-        second = sequence(2, [7], blocks[2], sampling=other, max_drafts=3, state_pages=states[1])
-        steps: list[dict[str, Any]] = [
-            {"admitted": (first,), "scheduled": scheduled((0, 60, False))},
-            {"admitted": (second,), "scheduled": scheduled((0, 10, True), (2, 1, True))},
-            *({"decode_ready": True, "max_drafts": most} for most in (0, 2, 3)),
-        ]
+        steps = _steps(executor)
         launches, by_step = [stub.stub_launches()], []
         programmatic = [stub.stub_programmatic()]
         for step_id, fields in enumerate(steps, 1):

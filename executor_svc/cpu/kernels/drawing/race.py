@@ -16,6 +16,7 @@ from executor_svc.cpu.kernels.codegen.compiled import Code
 from executor_svc.cpu.kernels.codegen.emit import LANES, Emitter, Int, Vec
 from executor_svc.cpu.kernels.codegen.functions import where
 from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, Team
+from executor_svc.cpu.kernels.drawing.mass import scaled
 from executor_svc.cpu.kernels.drawing.noise import VI64, gumbel, in_every_lane, uniform
 from executor_svc.plan.arrays import IntArray
 from executor_svc.sampling.functions import WholeDraws
@@ -93,11 +94,8 @@ def _race_kernel(code: Code) -> str:
         def look(place: Int, best: list[Vec], count: Int | None = None) -> list[Vec]:
             at = from_x + place * 4
             number = emit.load(at, "float32") if count is None else emit.load_some(at, "float32", count)
-            scaled = (number - peak) / temperature
-            below = builder.fcmp_ordered("<", scaled.value, floor.value)
-            scaled = where(emit, below, emit.vec(-_INFINITY), scaled)
             ids = builder.add(in_every_lane(emit, start + place), lanes)
-            score = scaled + gumbel(uniform(emit, key, ids))
+            score = scaled(emit, number, peak, temperature, floor) + gumbel(uniform(emit, key, ids))
             if count is not None:
                 score = where(emit, emit.first(count), score, emit.vec(-_INFINITY))
             largest, its_place, here = best

@@ -21,7 +21,7 @@ from tests.executor_svc.gpu.kernels.skinny.test_attention_of_new import random_r
 from tests.executor_svc.gpu.kernels.skinny.test_skinny_product import Made, scratch_of
 
 ON_GPU = torch.cuda.is_available()
-interpreted = pytest.mark.skipif(ON_GPU, reason="a GPU does not tell in which order programs do what")
+interpreted = pytest.mark.skipif(ON_GPU, reason="needs the order of operations, which the interpreter alone records")
 
 WAIT, LAUNCH, PREFETCH, MEMORY = "wait", "launch_dependents", "prefetch", "memory"
 

@@ -12,6 +12,7 @@ import ssl
 
 from cadenza_common.wire.tls import TLS
 from cadenza_common.wire.tls.files import PemFile, is_expired
+from cadenza_common.wire.tls.sockets import ResetSafeSocket
 from cadenza_common.wire.transport import parse_address
 
 _TIMEOUT_S = 2.0
@@ -45,6 +46,7 @@ async def find_tls_reason(target: str, tls: TLS | None, *, default_port: int, pr
 def _speaks_tls(connection: socket.socket) -> bool:
     """Whether the other side answers a TLS handshake."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.sslsocket_class = ResetSafeSocket
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with context.wrap_socket(connection):
@@ -57,6 +59,7 @@ def _refusal(connection: socket.socket, tls: TLS, host: str, prefix: str) -> str
     """The reason why a connection over TLS fails."""
     # Without `ca` gRPC trusts authorities of its own, which Python's default ones stand for here.
     context = ssl.create_default_context(cafile=None if tls.ca is None else os.fspath(tls.ca))
+    context.sslsocket_class = ResetSafeSocket
     context.set_alpn_protocols(["h2"])
     try:
         if tls.cert is not None and tls.key is not None:

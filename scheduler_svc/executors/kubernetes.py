@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
+from cadenza_common.wire.tls.sockets import ResetSafeSocket
 from cadenza_common.wire.transport import format_address
 from scheduler_svc.executors.addresses import ServiceName
 
@@ -101,6 +102,7 @@ class KubernetesApi:
     def _connection(self, timeout_s: float) -> http.client.HTTPSConnection:
         """The CA and the token are read anew for each: the cluster changes them."""
         context = ssl.create_default_context(cadata=(self.account / "ca.crt").read_text())
+        context.sslsocket_class = ResetSafeSocket
         return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s, context=context)
 
     def _ask(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from cadenza_common.wire.tls.sockets import ResetSafeSocket
 from scheduler_svc.executors.kubernetes import KubernetesApi
 from tests.helpers.certificates import certificates
 
@@ -142,13 +143,6 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-class _ClosedSocket(ssl.SSLSocket):
-    """Closes itself where a client that leaves in `wrap_socket` makes Python 3.11 raise before anybody has it."""
-
-    def __del__(self) -> None:
-        self.close()
-
-
 class _TLSServer(ThreadingHTTPServer):
     """Its connections are TLS, not the socket that listens: for a client that is gone before it is accepted,
     `SSLSocket.accept` of Python 3.11 raises ConnectionResetError and leaves the socket open."""
@@ -181,7 +175,7 @@ def kubernetes_api(
     api = FakeKubernetes(namespace, service, account)
     api.set_token("first")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.sslsocket_class = _ClosedSocket
+    context.sslsocket_class = ResetSafeSocket
     context.load_cert_chain(own / "scheduler.pem", own / "scheduler-key.pem")
     handler = type("Handler", (_Handler,), {"api": api})
     with _TLSServer(listen, handler, context) as server:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza_common.wire.tls.files import PemFile, TlsError, first_name, read_authorities, read_pair
+from cadenza_common.wire.tls.sockets import ResetSafeSocket
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
 from executor_svc.ranks.hosts.handshake import HandshakeError
@@ -55,6 +56,7 @@ class RankTls:
 
     def _context(self, side: int) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
+        context.sslsocket_class = ResetSafeSocket
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_cert_chain(self.certificate.path, self.key.path)

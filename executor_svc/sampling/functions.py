@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -48,6 +50,18 @@ class PrefixDraws:
     """[n, size] the most likely tokens, best first, ties to the lowest id."""
 
 
+@dataclass(frozen=True, slots=True)
+class Standings:
+    """Where tokens stand in n rows of logits."""
+
+    peak: FloatArray
+    """[n] float32, the largest logit."""
+    total: NDArray[np.float64]
+    """[n] the sum of exp(logit - peak), as `row_math.fold_sum` adds it."""
+    ahead: IntArray
+    """[n] number of tokens with a larger logit, or with the same and a lower id."""
+
+
 class RowFunctions(Protocol):
     """Functions of each number alone: a value's bits depend on its arguments only, not on its place or on the batch."""
 
@@ -85,6 +99,13 @@ class RowFunctions(Protocol):
         """
         ...
 
+    def standings(self, logits: Tensor, rows: IntArray, tokens: IntArray) -> Standings | None:
+        """Return where a token [n] of each of rows [n] of the logits stands; logits: as in `draw`.
+
+        None: this device has no such function.
+        """
+        ...
+
 
 class TorchFunctions:
     """PyTorch's functions, for GPUs: on the CPU their bits depend on the processor."""
@@ -103,6 +124,9 @@ class TorchFunctions:
         return None
 
     def draw_prefix(self, logits: Tensor, draws: PrefixDraws) -> tuple[IntArray, BoolArray] | None:
+        return None
+
+    def standings(self, logits: Tensor, rows: IntArray, tokens: IntArray) -> Standings | None:
         return None
 
 

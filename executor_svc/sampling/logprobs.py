@@ -14,7 +14,7 @@ from torch import Tensor
 from cadenza_common.plan.result import LogprobColumns
 from executor_svc.batch.prompt_rows import PromptColumns, PromptRows, by_slot
 from executor_svc.batch.step_result import RowLogprobs
-from executor_svc.plan.arrays import BoolArray, IntArray
+from executor_svc.plan.arrays import BoolArray, FloatArray, IntArray
 from executor_svc.sampling.functions import RowFunctions
 from executor_svc.sampling.row_math import chunks, log_sum_exp, source_rows, take_rows, top_ids
 
@@ -42,12 +42,36 @@ def row_logprobs(
     """
     vocab = logits.shape[1]
     widest = min(int(num_top.max()), vocab)
+    if logits.device.type == "cpu" and (
+        found := _logprobs_by_standings(logits, tokens, rows, widest, functions, sources)
+    ):
+        return RowLogprobs(rows, found[0], found[1], np.minimum(num_top, vocab), found[2], found[3])
     parts = [
         _logprobs_of_few(take_rows(logits, source_rows(few, sources)), tokens[few], widest, functions)
         for few in chunks(rows, vocab)
     ]
     chosen, ranks, best, top = (torch.cat(columns).cpu().numpy() for columns in zip(*parts, strict=True))
     return RowLogprobs(rows, chosen, ranks, np.minimum(num_top, vocab), best, top)
+
+
+def _logprobs_by_standings(
+    logits: Tensor, tokens: IntArray, rows: IntArray, num_top: int, functions: RowFunctions, sources: IntArray | None
+) -> tuple[FloatArray, IntArray, IntArray, FloatArray] | None:
+    """As `_logprobs_of_few` of all rows, as arrays; None: the device has no such function."""
+    places, chosen = source_rows(rows, sources), tokens[rows]
+    logits = logits.contiguous()
+    standings = functions.standings(logits, places, chosen)
+    if standings is None:
+        return None
+    x = logits.numpy()
+    log_total = functions.log(torch.from_numpy(standings.total[:, None])).numpy() + standings.peak[:, None]
+    best = top_ids(logits, num_top, places).numpy() if num_top else np.zeros((len(rows), 0), np.int64)
+    return (
+        (x[places, chosen] - log_total[:, 0]).astype(np.float32),
+        standings.ahead + 1,
+        best,
+        (x[places[:, None], best] - log_total).astype(np.float32),
+    )
 
 
 def _logprobs_of_few(

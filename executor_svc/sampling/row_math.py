@@ -98,18 +98,22 @@ def top_ids(logits: Tensor, size: int, rows: IntArray | None = None) -> Tensor:
 
 
 def _candidates(x: FloatArray, size: int) -> IntArray:
-    """Return ids, ascending, among which the `size` largest numbers of a row are.
+    """Return ids, all of them in order or some in any order, among which the `size` largest numbers of a row are.
 
-    Blocks whose largest number is below that of `size` others have none of them.
+    Blocks whose largest number is below that of `size` others have none of them. A block's numbers stand apart, so that
+    the largest of many blocks are found at once by vectors.
     """
-    whole = len(x) // _BLOCK * _BLOCK
-    if whole < 4 * size * _BLOCK:
+    num_blocks = len(x) // _BLOCK
+    whole = num_blocks * _BLOCK
+    if num_blocks < 4 * size:
         return np.arange(len(x))
     with np.errstate(invalid="ignore"):  # other ranks than 0 may have signalling NaNs
-        highest = x[:whole].reshape(-1, _BLOCK).max(axis=1)
-    rest = len(highest) - size
+        highest = x[:whole].reshape(_BLOCK, num_blocks).max(axis=0)
+    rest = num_blocks - size
     (blocks,) = (~(highest < np.partition(highest, rest)[rest])).nonzero()
-    ids: IntArray = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
+    if len(blocks) == num_blocks:
+        return np.arange(len(x))
+    ids: IntArray = (blocks[:, None] + np.arange(0, whole, num_blocks)).ravel()
     return ids if whole == len(x) else np.concatenate((ids, np.arange(whole, len(x))))
 
 

@@ -140,7 +140,9 @@ def _happened(world: World, client: Client, detail: FinishDetail) -> bool:
             return client.deadline is not None and live.times.end_ns / 1e9 >= client.deadline - 1e-6
         case FinishDetail.EXECUTOR_ERROR:
             guilty = world.poison is not None and world.poison[0] == client.spec.sampling.seed
-            return live.error is not None or world.fenced or guilty
+            # An executor came back with fewer slots than it has sequences.
+            outgrown = any(client.spec.num_sequences > limits.max_num_seqs for limits in world.specs())
+            return live.error is not None or world.fenced or guilty or outgrown
         case FinishDetail.NON_FINITE_LOGITS:
             return world.counts["fault: non-finite"] > 0
         case FinishDetail.KV_CAPACITY:

@@ -12,7 +12,7 @@ from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.engine.fleet.executor_member import ExecutorMember
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.simulation.adapter_checks import check_named_adapters, check_unloads
-from tests.simulation.catalogue import KnownTokens
+from tests.simulation.catalogue import KnownTokens, catalogue
 from tests.simulation.lane_checks import check_admissions
 from tests.simulation.network import Address
 from tests.simulation.plan_runner import PlanRunner
@@ -20,6 +20,7 @@ from tests.simulation.pools import PlanError
 from tests.simulation.process import ExecutorProcess, Runner, Session
 from tests.simulation.real_runner import RealRunner
 from tests.simulation.scenario import NUMERICS
+from tests.simulation.slot import Slot
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -204,21 +205,32 @@ class Host:
         seed, num_output = world.poison
         slots = runner.slots.values() if isinstance(runner, PlanRunner) else ()
         held = any(
-            slot.sampling.seed == seed and len(slot.tokens) - slot.num_prompt >= num_output
+            slot.sampling.seed == seed and len(slot.tokens) - slot.num_prompt >= num_output and _computes(plan, slot)
             for slot in slots
-            if slot.number not in plan.released_slots
         )
         admitted = any(
-            each.sampling.seed == seed and len(each.token_ids) - each.num_prompt_tokens >= num_output
+            each.sampling.seed == seed
+            and len(each.token_ids) - each.num_prompt_tokens >= num_output
+            and each.slot in plan.scheduled_slots
             for each in plan.admitted
         )
         if held or admitted:
             world.counts["poison deaths"] += 1
-            if world.counts["poison deaths"] > _MOST_POISON_DEATHS:
+            num_poisonous = sum(catalogue()[each.index].spec.sampling.seed == seed for each in world.scenario.clients)
+            if world.counts["poison deaths"] > _MOST_POISON_DEATHS * num_poisonous:
                 world.fail(PlanError(f"a request has killed {world.counts['poison deaths']} executors and goes on"))
             self.later(world.poison_stays_s + 0.2 * world.rng.random(), self.start_if_dead)
             self.touch(world.poison_stays_s + 1.0)
         return held or admitted
+
+
+def _computes(plan: StepPlan, slot: Slot) -> bool:
+    """Whether a slot that the plan does not admit computes in its step."""
+    number = slot.number
+    if number in plan.released_slots or slot.stopped:
+        return False
+    held = (slot.held or number in plan.held_slots) and number not in plan.resumed_slots
+    return number in plan.scheduled_slots or (plan.decode_ready and slot.num_left == 1 and not held)
 
 
 def described(plan: StepPlan) -> str:

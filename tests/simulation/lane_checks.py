@@ -113,8 +113,9 @@ def can_hold(world: World, lane: Lane, group: SequenceGroup) -> bool:
 
 
 def _most_blocks(lane: Lane, num_sequences: int, length: int) -> int:
-    """An upper bound of the blocks of so many sequences of this length."""
-    return num_sequences * (-(-(length + 1) // lane.spec.block_size) + 1) * lane.blocks.block_pages
+    """An upper bound of the pages of so many sequences of this length, with a state each."""
+    num_blocks = -(-(length + 1) // lane.spec.block_size) + 1
+    return num_sequences * (num_blocks * lane.blocks.block_pages + lane.spec.pages_per_state)
 
 
 def _unfinished(group: SequenceGroup) -> list[Sequence]:

@@ -16,9 +16,10 @@ from executor_svc.cpu.kernels.codegen.team import KernelLaunch, LaunchProgram, T
 from executor_svc.cpu.kernels.drawing.noise import VI64, every_long, gumbel, in_every_lane, uniform
 from executor_svc.cpu.kernels.drawing.prefix import PrefixRace
 from executor_svc.cpu.kernels.drawing.race import Race
+from executor_svc.cpu.kernels.drawing.standings import RowStandings
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.portable_math import log as portable_log
-from executor_svc.sampling.functions import PrefixDraws, WholeDraws
+from executor_svc.sampling.functions import PrefixDraws, Standings, WholeDraws
 
 _PIECE = 8192
 """Numbers of a row that an item computes."""
@@ -32,6 +33,7 @@ class CpuRowFunctions:
         self._team = team
         self._exp, self._gumbel = _exp_kernel(code), _gumbel_kernel(code)
         self._race, self._prefix_race = Race(code, team), PrefixRace(code, team)
+        self._standings = RowStandings(code, team)
         self._programs: dict[tuple[str, int], LaunchProgram] = {}
         """By kernel and pieces of a row: to make one takes longer than to run it for few rows."""
 
@@ -57,6 +59,9 @@ class CpuRowFunctions:
 
     def draw_prefix(self, logits: Tensor, draws: PrefixDraws) -> tuple[IntArray, BoolArray] | None:
         return self._prefix_race.draw(logits, draws)
+
+    def standings(self, logits: Tensor, rows: IntArray, tokens: IntArray) -> Standings | None:
+        return self._standings.find(logits, rows, tokens)
 
     def _run(self, kernel: str, shape: torch.Size, *arguments: int) -> None:
         rows, width = shape

@@ -113,7 +113,7 @@ class SlotSampling:
 
     def read_counts(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Return (index into slots, token id, occurrences in the output) of the tokens that these slots penalise."""
-        counted = np.flatnonzero(self._on[Need.COUNTS][slots])
+        (counted,) = self._on[Need.COUNTS][slots].nonzero()
         if self._counts is None or not len(counted):
             return counted[:0], counted[:0], counted[:0]
         owner, ids, counts = self._counts.read(slots[counted])

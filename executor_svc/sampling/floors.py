@@ -27,7 +27,7 @@ def row_floors(logits: Tensor, rows: IntArray, peak: Tensor, numbers: Mapping[st
     rows: [n] indices into the L; peak: [n, 1] their largest logits; numbers: [n] columns of the rows by name.
     """
     by_min_p: FloatArray = numbers["log_min_p"]
-    by_deviation = np.flatnonzero(numbers["top_n_sigma"])
+    (by_deviation,) = numbers["top_n_sigma"].nonzero()
     if not len(by_deviation) and not (by_min_p > -np.inf).any():
         return None
     floors = torch.from_numpy(by_min_p[:, None].copy()).to(logits.device)

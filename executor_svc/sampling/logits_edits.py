@@ -147,13 +147,18 @@ def _listed(lists: SlotLists, rows: IntArray) -> tuple[RowTokens, IntArray]:
 
 
 def _joined(*parts: RowTokens) -> RowTokens:
+    found = [part for part in parts if len(part.rows)]
+    if len(found) < 2:
+        return found[0] if found else parts[0]
     return RowTokens(np.concatenate([part.rows for part in parts]), np.concatenate([part.ids for part in parts]))
 
 
 def _early_stops(slots: Slots, rows: IntArray, lengths: IntArray) -> RowTokens:
     """Return the stop tokens of slots with fewer output tokens than min_tokens; lengths: [R] tokens so far."""
     num_output = lengths - slots.num_prompt_tokens[rows]
-    early = np.flatnonzero(num_output < slots.sampling["min_tokens"][rows])
+    (early,) = (num_output < slots.sampling["min_tokens"][rows]).nonzero()
+    if not len(early):
+        return RowTokens.none()
     stops, _ = _listed(slots.sampling.stop_ids, rows[early])
     return RowTokens(early[stops.rows], stops.ids)
 

@@ -69,11 +69,14 @@ def rule_out(x: Tensor, at: IntArray, bits: Words) -> None:
 
 def _penalise(value: Tensor, edits: LogitsEdits) -> Tensor:
     """Return the logits [h] of counted tokens with their three penalties applied."""
-    repetition, counts = _on(value, edits.repetition_penalty), _on(value, edits.counts)
-    penalised = torch.where(value > 0, value / repetition, value * repetition)
-    penalised = _bounded(value, penalised) - _on(value, edits.frequency_penalty) * counts
-    penalised = _bounded(value, penalised) - _on(value, edits.presence_penalty) * (counts > 0)
-    return _bounded(value, penalised)
+    if (edits.repetition_penalty != 1).any():
+        repetition = _on(value, edits.repetition_penalty)
+        value = _bounded(value, torch.where(value > 0, value / repetition, value * repetition))
+    if edits.frequency_penalty.any():
+        value = _bounded(value, value - _on(value, edits.frequency_penalty * edits.counts))
+    if edits.presence_penalty.any():
+        value = _bounded(value, value - _on(value, edits.presence_penalty * (edits.counts > 0)))
+    return value
 
 
 def _bounded(before: Tensor, after: Tensor) -> Tensor:

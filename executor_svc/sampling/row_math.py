@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,9 +88,8 @@ def top_ids(logits: Tensor, size: int, rows: IntArray | None = None) -> Tensor:
     vocab = logits.shape[1]
     if logits.device.type == "cpu":
         x = logits.numpy()
-        return torch.from_numpy(
-            np.stack([_top_of_row(x[row], size) for row in (range(len(x)) if rows is None else rows)])
-        )
+        found = [_top_of_row(x[row], size) for row in (range(len(x)) if rows is None else rows)]
+        return torch.from_numpy(found[0][None] if len(found) == 1 else np.stack(found))
     # A float's bits, sign undone, order like the float; -0.0 becomes 0.0 first. The id breaks ties from below.
     bits = (logits + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
@@ -110,11 +110,18 @@ def _candidates(x: FloatArray, size: int) -> IntArray:
     with np.errstate(invalid="ignore"):  # other ranks than 0 may have signalling NaNs
         highest = x[:whole].reshape(_BLOCK, num_blocks).max(axis=0)
     rest = num_blocks - size
-    (blocks,) = (~(highest < np.partition(highest, rest)[rest])).nonzero()
+    (blocks,) = (~(highest < _number_at(highest, rest))).nonzero()
     if len(blocks) == num_blocks:
         return np.arange(len(x))
     ids: IntArray = (blocks[:, None] + np.arange(0, whole, num_blocks)).ravel()
     return ids if whole == len(x) else np.concatenate((ids, np.arange(whole, len(x))))
+
+
+def _number_at(x: FloatArray, place: int) -> Any:
+    """Return the number that sorting x would put at a place."""
+    sorted_there = x.copy()
+    sorted_there.partition(place)
+    return sorted_there[place]
 
 
 def _top_of_row(x: FloatArray, size: int) -> IntArray:
@@ -127,11 +134,12 @@ def _top_of_row(x: FloatArray, size: int) -> IntArray:
     numbers = x if len(ids) == vocab else x[ids]
     rest = len(ids) - size
     if rest:
-        ids = ids[~(numbers < np.partition(numbers, rest)[rest])]
+        ids = ids[~(numbers < _number_at(numbers, rest))]
     bits = x[ids].view(np.int32)
     # Not by adding 0.0: numpy warns of signalling NaNs, and other ranks than 0 have anything in place of logits.
     bits[bits == _MINUS_ZERO] = 0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(np.int64)
-    keys = np.sort((ordered << 32) | (vocab - 1 - ids))
+    keys = (ordered << 32) | (vocab - 1 - ids)
+    keys.sort()
     found: IntArray = vocab - 1 - (keys[: -size - 1 : -1] & 0xFFFFFFFF)
     return found

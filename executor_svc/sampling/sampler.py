@@ -62,14 +62,14 @@ def sample(
     if edits is not None:
         _choose_edited(process(logits, edits, sources), edits.rows, columns, tokens, errors, functions)
         drawn[edits.rows] = False
-    plain = np.flatnonzero(drawn & (errors == 0))
+    (plain,) = (drawn & (errors == 0)).nonzero()
     if len(plain):
         their = columns if len(plain) == len(tokens) else columns.take(plain)
         tokens[plain] = _draw(logits, source_rows(plain, sources), tokens[plain], their, functions)
-    requested = np.flatnonzero((columns["num_logprobs"] >= 0) & (errors == 0))
-    num_top = columns["num_logprobs"][requested]
+    (requested,) = ((columns["num_logprobs"] >= 0) & (errors == 0)).nonzero()
     logprobs = None
     if len(requested):
+        num_top = columns["num_logprobs"][requested]
         logprobs = row_logprobs(logits, tokens, requested, num_top, functions, sources)
     return SampledTokens(tokens, errors, logprobs)
 
@@ -82,7 +82,7 @@ def _choose_edited(
     nothing_left = (best < 0) & (errors[rows] == 0)
     errors[rows[nothing_left]] = int(SlotError.NO_ALLOWED_TOKEN)
     tokens[rows] = best
-    drawn = np.flatnonzero((columns["temperature"][rows] > 0) & (errors[rows] == 0))
+    (drawn,) = ((columns["temperature"][rows] > 0) & (errors[rows] == 0)).nonzero()
     if len(drawn):
         tokens[rows[drawn]] = _draw(x, drawn, best[drawn], columns.take(rows[drawn]), functions)
 
@@ -112,9 +112,10 @@ def _draw(
             chosen, decided = drawn.draw(chunk, min(size, vocab))
             tokens[chunk[decided]] = chosen[decided]
             undecided.append(chunk[~decided])
-        pending = np.sort(np.concatenate(undecided))
+        pending = np.concatenate(undecided)
         if not len(pending):
             break
+        pending.sort()
     return tokens
 
 

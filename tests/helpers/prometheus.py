@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.helpers.machine.loopback import new_address
 from tests.helpers.paths import ROOT
 
 WATCH = ROOT / "docs" / "watch"
@@ -85,8 +85,7 @@ def prometheus(folder: Path, targets: Mapping[str, list[str]], **labels: str) ->
     }
     path = folder / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"{new_address()}:9090"
     command = ["prometheus", f"--config.file={path}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)

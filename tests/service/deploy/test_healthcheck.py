@@ -59,7 +59,7 @@ def test_a_server_that_says_nothing_is_a_reason_in_time() -> None:
         answers: list[str | None] = []
         asking = threading.Thread(target=lambda: answers.append(check(address, timeout_s=0.3)), daemon=True)
         asking.start()
-        asking.join(5)
+        asking.join(20)
     assert (answers[0] or "").startswith("DEADLINE_EXCEEDED: ")
 
 

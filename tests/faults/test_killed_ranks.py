@@ -40,7 +40,7 @@ def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     running = Up(folder, tmp_path_factory.mktemp("up") / "log", *options, *sizes, *slow)
     yield running
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(15) == 0, running.log
+    assert running.process.wait(60) == 0, running.log
     assert running.process.stdout is not None
     running.process.stdout.close()
     assert not ranks()

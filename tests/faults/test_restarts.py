@@ -42,7 +42,7 @@ def up(costs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     running = Up(Path("simulated"), tmp_path_factory.mktemp("up") / "log", "--simulate", str(costs))
     yield running
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(15) == 0, running.log
+    assert running.process.wait(60) == 0, running.log
     assert running.process.stdout is not None
     running.process.stdout.close()
 

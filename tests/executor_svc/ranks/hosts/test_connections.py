@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,10 @@ import pytest
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
+from executor_svc.ranks.hosts import listener as listener_module
 from executor_svc.ranks.hosts.connecting import Connector
 from executor_svc.ranks.hosts.credentials import CredentialsError, RankCredentials, read_credentials
-from executor_svc.ranks.hosts.handshake import ConnectionPurpose
+from executor_svc.ranks.hosts.handshake import ConnectionPurpose, settle
 from executor_svc.ranks.hosts.listener import Listener
 from executor_svc.ranks.hosts.places import PlaceError, RankPlace
 from executor_svc.ranks.links import Frame, Link, LinkClosed, watch
@@ -243,6 +245,26 @@ def check_newest(listener: Listener, theirs: Link) -> None:
     assert take(listener, ConnectionPurpose.EXCHANGES).receive() == (Frame.PART, b"new")
     with pytest.raises(TimeoutError):
         listener.take(1, ConnectionPurpose.EXCHANGES, time.monotonic())
+
+
+def test_a_rank_that_comes_while_the_port_closes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has proved who it is, and nobody would close its connection."""
+    comes, closed = threading.Event(), threading.Event()
+
+    def held(end: socket.socket) -> None:
+        comes.set()
+        assert closed.wait(20)
+        settle(end)
+
+    monkeypatch.setattr(listener_module, "settle", held)
+    with listening() as (listener, place), ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(connect, place, timeout_s=0.5)
+        assert comes.wait(20)
+        listener.close()
+        closed.set()
+        with pytest.raises(PlaceError):
+            connecting.result(20)
+        assert not listener._arrived
 
 
 def test_nobody_listens() -> None:

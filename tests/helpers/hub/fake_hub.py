@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -53,6 +54,10 @@ def fake_hub(repos: dict[str, Path]) -> Iterator[FakeHub]:
         yield hub
     finally:
         hub.going.set()
+        if "huggingface_hub" in sys.modules:  # this process keeps connections open, and each has a thread here
+            from huggingface_hub import close_session
+
+            close_session()
         server.shutdown()
         server.server_close()
 

@@ -111,7 +111,7 @@ def test_the_reader_of_the_output_has_gone(target, script, capsys, monkeypatch):
     monkeypatch.setattr("cadenza_cli.generate.write", write)
     assert run(["generate", "--target", target, "hang on"]) == 1
     assert capsys.readouterr().err == ""
-    assert script.was_cancelled.wait(5)
+    assert script.was_cancelled.wait(20)
 
 
 def test_generate_falls_back_to_raw(capsys):

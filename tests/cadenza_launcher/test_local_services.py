@@ -262,7 +262,7 @@ def test_a_stopped_service_is_killed_and_started_again(fakes, name):
         assert services.pids()[name] != pid
         assert not alive(pid)
     assert re.fullmatch(
-        rf"the {name} died \(killed because a signal had stopped it for \d s\); starting it again in 0.2 s",
+        rf"the {name} died \(killed because a signal had stopped it for \d+ s\); starting it again in 0.2 s",
         fakes.events[0],
     )
 

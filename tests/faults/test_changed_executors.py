@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cadenza import Client, SamplingParams
 from cadenza.errors import FailedPreconditionError
 from tests.checkpoints import make_llama
+from tests.helpers.machine.loopback import new_address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -39,7 +40,7 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: list[subprocess.Popen[str]] = []
-        self.executor_address = "127.0.0.1:0"
+        self.executor_address = f"{new_address()}:0"
         self.executor: subprocess.Popen[str] | None = None
         self.target = ""
 

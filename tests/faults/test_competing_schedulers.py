@@ -142,7 +142,7 @@ def test_cadenza_up_waits_while_another_scheduler_has_its_executor(costs: Path, 
         asyncio.run(_take_from(up))
     finally:
         up.process.send_signal(signal.SIGTERM)
-        assert up.process.wait(15) == 0, up.log
+        assert up.process.wait(60) == 0, up.log
         assert up.process.stdout is not None
         up.process.stdout.close()
 

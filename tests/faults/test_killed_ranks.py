@@ -40,7 +40,7 @@ def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     running = Up(folder, tmp_path_factory.mktemp("up") / "log", *options, *sizes, *slow)
     yield running
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(15) == 0, running.log
+    assert running.process.wait(60) == 0, running.log
     assert running.process.stdout is not None
     running.process.stdout.close()
     assert not ranks()
@@ -105,7 +105,7 @@ def ended(rank: psutil.Process, within_s: float) -> bool:
 @pytest.mark.parametrize(
     ("number", "within_s", "last_words"),
     [
-        (signal.SIGKILL, 2, "rank 1 ended: process {}, killed by SIGKILL; this executor ends"),
+        (signal.SIGKILL, 10, "rank 1 ended: process {}, killed by SIGKILL; this executor ends"),
         # A second more than the time for a step, if this machine has nothing else to do.
         pytest.param(
             *(signal.SIGSTOP, STEP_TIMEOUT_S + 10, f"longer than --step-timeout-s {STEP_TIMEOUT_S}: this process ends"),
@@ -135,7 +135,7 @@ def test_the_kernel_kills_a_rank_that_is_out_of_memory_and_no_token_is_lost(up: 
         running = pool.submit(load, up, *counting)
         rank = rank_under_load(running)
         group.write_text(str(rank.pid))
-        assert ended(rank, within_s=5)
+        assert ended(rank, within_s=20)
         outputs = tokens(running.result())
     assert outputs[: len(expected)] == expected
     assert [len(output) for output in outputs[len(expected) :]] == [MAX_TOKENS] * 4

@@ -53,10 +53,10 @@ def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     yield running
     children = psutil.Process(running.process.pid).children(recursive=True)
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(15) == 0, running.log
+    assert running.process.wait(60) == 0, running.log
     assert running.process.stdout is not None
     running.process.stdout.close()
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive, "the process that compiles grammars ends with the scheduler"
 
 

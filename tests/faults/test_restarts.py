@@ -42,7 +42,7 @@ def up(costs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     running = Up(Path("simulated"), tmp_path_factory.mktemp("up") / "log", "--simulate", str(costs))
     yield running
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(15) == 0, running.log
+    assert running.process.wait(60) == 0, running.log
     assert running.process.stdout is not None
     running.process.stdout.close()
 
@@ -85,9 +85,10 @@ def test_an_executor_that_is_killed_seven_times_in_a_row_costs_no_token(up: Up) 
             wait_for_step(client, incarnations)
             # A few tokens more: a request that is tried alone in each of three deaths would be taken for their cause.
             least = client.server_info().load.num_output_tokens + 6 * len(PROMPTS)
+            victim = up.service("executor_svc")
             until(lambda least=least: client.server_info().load.num_output_tokens >= least)
             assert client.server_info().load.num_running == len(PROMPTS)
-            os.kill(up.service("executor_svc").pid, signal.SIGKILL)
+            victim.kill()
         for tokens, stream in zip(found, streams, strict=True):
             for delta in stream:
                 tokens += delta.outputs[0].token_ids
@@ -107,9 +108,9 @@ def test_services_of_cadenza_up_are_forks_like_those_of_tests(up: Up) -> None:
 def test_an_executor_that_is_stopped_is_killed_and_started_again(up: Up) -> None:
     with Client(up.target) as client:
         expected = client.generate(PROMPTS, PARAMS)[0].outputs[0].token_ids
+        victim = up.service("executor_svc")
         stream = client.stream(PROMPTS[0], PARAMS)
         tokens = list(next(stream).outputs[0].token_ids)
-        victim = up.service("executor_svc")
         victim.suspend()
         for delta in stream:
             tokens += delta.outputs[0].token_ids

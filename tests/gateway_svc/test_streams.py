@@ -14,6 +14,7 @@ from cadenza_common.wire.transport import parse_address
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
 from tests.helpers.gateway.gateway import completion_text, gateway, read_events
+from tests.helpers.machine.loopback import new_address
 from tests.helpers.models.toy_tokenizers import byte_level
 from tests.helpers.scheduler.scheduler_world import script, world
 from tests.helpers.scheduler.scripted_executor import ScriptedExecutor, serve
@@ -94,7 +95,7 @@ class Restarting:
 
     def __init__(self, executor_address: str, folder, **options):
         self._options = {"executor": [executor_address], "journal": str(folder / "journal"), **options}
-        self._address = "127.0.0.1:0"
+        self._address = f"{new_address()}:0"
         self.service: Service | None = None
 
     async def start(self) -> str:

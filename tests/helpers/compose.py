@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from tests.helpers.machine.loopback import new_address
 from tests.helpers.paths import ROOT
 
 COMPOSE_FILE = ROOT / "docker-compose.yml"
@@ -87,21 +87,22 @@ def _without_comments(text: str) -> str:
 class LocalStack:
     """The services that `docker-compose up` would start, each with its own command, environment and health check.
 
-    Only what a container has and a process has not is replaced: `python` is this one, addresses are ports of the
-    loopback, and a mounted path is its folder on the host.
+    Only what a container has and a process has not is replaced: `python` is this one, all addresses are `host`, so that
+    each service has a port of its own for metrics, and a mounted path is its folder on the host.
     """
 
     services: dict[str, dict[str, Any]]
     entrypoints: dict[str, list[str]]
     folder: Path
-    ports: dict[int, int]  # port in the containers: port here
+    host: str
+    """An address of the loopback."""
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def address(self, port: int) -> str:
-        return f"127.0.0.1:{self.ports[port]}"
+        return f"{self.host}:{port}"
 
     def metrics_port(self, name: str) -> int:
-        return self.ports[int(METRICS_PORT) + list(self.services).index(name)]
+        return int(METRICS_PORT) + list(self.services).index(name)
 
     def start(self, name: str) -> None:
         """Start a service and return when its health check has passed; fails if it ends before."""
@@ -159,7 +160,9 @@ class LocalStack:
             return str(self.metrics_port(name))
         hosts = "|".join(["0.0.0.0", "127.0.0.1", *self.services])
         found = re.fullmatch(rf"({hosts}):(\d+)", text)
-        return self.address(int(found[2])) if found else text
+        if found:
+            return self.address(int(found[2]))
+        return self.host if text == "0.0.0.0" else text
 
 
 @contextmanager
@@ -171,13 +174,7 @@ def local_stack(folder: Path, environ: Mapping[str, str]) -> Iterator[LocalStack
         name: yaml.safe_load(last_instruction(stages, service["build"]["target"], "ENTRYPOINT"))
         for name, service in services.items()
     }
-    ports = _free_ports(50051, 50052, 8000, *range(int(METRICS_PORT), int(METRICS_PORT) + len(services)))
-    stack = LocalStack(
-        services,
-        entrypoints,
-        folder,
-        ports,
-    )
+    stack = LocalStack(services, entrypoints, folder, new_address())
     try:
         for name in start_order(services):
             stack.start(name)
@@ -206,14 +203,6 @@ def start_order(services: Mapping[str, Any]) -> list[str]:
 def _base_environment() -> dict[str, str]:
     """This environment without what the compose file may set: no option comes from here."""
     return {name: value for name, value in os.environ.items() if not name.startswith("CADENZA_")}
-
-
-def _free_ports(*ports: int) -> dict[int, int]:
-    sockets = {port: socket.create_server(("127.0.0.1", 0)) for port in ports}
-    free = {port: each.getsockname()[1] for port, each in sockets.items()}
-    for each in sockets.values():
-        each.close()
-    return free
 
 
 def _seconds(duration: str) -> float:

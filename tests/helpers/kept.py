@@ -14,11 +14,19 @@ _own: Path | None = None
 
 
 def begin_run() -> None:
-    """By each process of a run; the first one makes the folder, and those that it starts use it too."""
+    """By each process of a run; the first one makes the folder, and those that it starts use it too.
+
+    Each has a cache folder of its own: executors read there what others of this user have promised to their pools, and
+    would not start where another worker, or a server beside the tests, has promised all of the memory.
+    """
     global _own
     if _FOLDER not in os.environ:
         _own = Path(tempfile.mkdtemp(prefix="cadenza-tests-"))
         os.environ[_FOLDER] = str(_own)
+        former = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        os.environ.setdefault("GOCACHE", str(former / "go-build"))  # what others keep there stays
+        os.environ.setdefault("MPLCONFIGDIR", str(former / "matplotlib"))
+    os.environ["XDG_CACHE_HOME"] = str(Path(os.environ[_FOLDER]) / f"cache-{os.getpid()}")
 
 
 def end_run() -> None:

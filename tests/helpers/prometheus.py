@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,11 +17,14 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.helpers.machine.loopback import new_address
 from tests.helpers.paths import ROOT
 
 WATCH = ROOT / "docs" / "watch"
 _DEADLINE_S = 20
 _INTERVAL = "500ms"
+_SETTLED_S = 1.0
+"""A scrape that began so long ago has ended, or failed."""
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
     reason="Debian's package prometheus is not installed (tests/service/debian-packages.txt)",
@@ -34,6 +36,8 @@ class Prometheus:
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self._at: float | None = None
+        """When queries are evaluated, in seconds since 1970; None: now."""
 
     def get(self, path: str, **parameters: str) -> Any:
         """The data of an API call; fails with the server's error."""
@@ -47,8 +51,10 @@ class Prometheus:
         return answer["data"]
 
     def series(self, query: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and values that a query gives now."""
-        return [(each["metric"], float(each["value"][1])) for each in self.get("query", query=query)["result"]]
+        """Labels and values that a query gives now, or at the moment of `hold`."""
+        moment = {} if self._at is None else {"time": f"{self._at:.3f}"}
+        result = self.get("query", query=query, **moment)["result"]
+        return [(each["metric"], float(each["value"][1])) for each in result]
 
     def value(self, query: str) -> float:
         """The value of a query that gives one; 0 if it gives none."""
@@ -64,9 +70,25 @@ class Prometheus:
         """Ask again and again until a query gives this value; each look is a call, so this does not spin."""
         deadline = time.monotonic() + _DEADLINE_S
         while (found := self.value(query)) != expected:
-            if time.monotonic() > deadline:
-                errors = {each["scrapeUrl"]: each["lastError"] for each in self.get("targets")["activeTargets"]}
-                raise AssertionError(f"{query}: {found}, not {expected}; {errors}")
+            self._check(deadline, f"{query}: {found}, not {expected}")
+
+    def hold(self, expected: Mapping[str, float]) -> None:
+        """Wait until queries give these values at one moment, at which all later ones are evaluated.
+
+        Later, a service that a busy machine does not let answer a scrape in time would have no series.
+        """
+        deadline = time.monotonic() + _DEADLINE_S
+        while True:
+            self._at = time.time() - _SETTLED_S
+            found = {query: self.value(query) for query in expected}
+            if found == expected:
+                return
+            self._check(deadline, f"{found}, not {dict(expected)}")
+
+    def _check(self, deadline: float, problem: str) -> None:
+        if time.monotonic() > deadline:
+            errors = {each["scrapeUrl"]: each["lastError"] for each in self.get("targets")["activeTargets"]}
+            raise AssertionError(f"{problem}; {errors}")
 
 
 @contextmanager
@@ -85,8 +107,7 @@ def prometheus(folder: Path, targets: Mapping[str, list[str]], **labels: str) ->
     }
     path = folder / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"{new_address()}:9090"
     command = ["prometheus", f"--config.file={path}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)

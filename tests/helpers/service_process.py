@@ -9,6 +9,8 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
 
+from tests.helpers.machine.loopback import new_address
+
 
 class ServiceProcess:
     """A running one; `lines` is its log so far."""
@@ -45,14 +47,15 @@ class ServiceProcess:
 async def service_process(
     module: str,
     *options: str,
-    listen: str = "127.0.0.1:0",
+    listen: str | None = None,
     environment: Mapping[str, str] | None = None,
     by: str = "--listen",
 ) -> AsyncIterator[ServiceProcess]:
     """`python -m module`, with these variables too; yields it once it serves, and kills it at the end.
 
-    by: the option that says where it listens.
+    listen: by default a free port of an address that no other test has. by: the option that says where it listens.
     """
+    listen = listen or f"{new_address()}:0"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, by, listen, *options),
         stdout=PIPE,

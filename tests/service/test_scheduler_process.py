@@ -84,7 +84,7 @@ async def test_serves_until_a_signal(number, options):
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
         code, errors = await ended(process)
         assert code == 0, errors
-        assert asyncio.get_running_loop().time() - began < 2
+        assert asyncio.get_running_loop().time() - began < 15, "a drain takes 25 s"
         assert "Traceback" not in errors
         assert "serving toy" in errors
         executor.going.set()

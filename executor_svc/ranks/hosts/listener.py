@@ -47,6 +47,7 @@ class Listener:
         self._taken: dict[_Key, str] = {}
         self._unknown: OrderedDict[socket.socket, None] = OrderedDict()
         self._warned = 0.0
+        self._is_closed = False
         self.target = f"{address[0]}:{address[1]}"
         threading.Thread(target=self._accept, name="ranks", daemon=True).start()
 
@@ -70,6 +71,7 @@ class Listener:
         """Stop listening, and close the connections that nobody has taken."""
         _end(self._socket)
         with self._changed:
+            self._is_closed = True
             for link, _ in self._arrived.values():
                 link.close()
             for end in self._unknown:
@@ -93,6 +95,9 @@ class Listener:
                 _end(end)
                 continue
             with self._changed:
+                if self._is_closed:
+                    _end(end)
+                    return
                 self._unknown[end] = None
                 if len(self._unknown) > _MAX_UNKNOWN:
                     _end(self._unknown.popitem(last=False)[0])
@@ -131,6 +136,8 @@ class Listener:
         if not 0 < hello.rank < self._place.size:
             return f"there RANK is {hello.rank}, and ranks 1 to {self._place.size - 1} are awaited"
         with self._changed:
+            if self._is_closed:  # meanwhile: nobody would close it
+                raise LinkClosed("rank 0 has closed its port")
             before = self._arrived.get(key)
             if hello.purpose is not ConnectionPurpose.EXCHANGES:
                 taken = self._taken.get(key, None if before is None else before[1])

@@ -81,7 +81,7 @@ def test_an_interrupted_download_goes_on(hub: FakeHub, monkeypatch: pytest.Monke
 
 @pytest.mark.interpreter
 def test_a_killed_download_goes_on(hub: FakeHub, tmp_path: Path) -> None:
-    hub.bytes_per_s = 200_000
+    hub.going.clear()
     code = "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 1 << 14; "
     code += "from cadenza_cli import main; main()"
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
@@ -92,7 +92,7 @@ def test_a_killed_download_goes_on(hub: FakeHub, tmp_path: Path) -> None:
         time.sleep(0.01)
     child.kill()
     child.wait()
-    hub.bytes_per_s = None
+    hub.going.set()
     while not hub.sent:  # the hub sees it at its next piece
         time.sleep(0.01)
     hub.sent.clear()

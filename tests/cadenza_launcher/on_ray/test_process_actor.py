@@ -111,7 +111,7 @@ def test_it_ends_with_the_raylet_that_has_started_it(fakes: Fakes, tmp_path: Pat
         until(lambda: fakes.starts("executor"))
         executor = fakes.starts("executor")[0]["pid"]
         raylet.kill()
-        until(lambda: not _runs(pid) and not _runs(executor), timeout_s=5)
+        until(lambda: not _runs(pid) and not _runs(executor))
         assert b"the raylet of this machine has ended" in raylet.stderr.read()
 
 

@@ -73,7 +73,7 @@ def test_a_live_line_in_a_terminal(fakes):
     terminal = Terminal(*script(fakes), kind="xterm", size=(110, 10))
     try:
         lines = terminal.wait_for_screen("read 3 of 4")
-        assert re.fullmatch(rf"{STARTING}, \d s; read 3 of 4\[2J files\.+", lines[0])
+        assert re.fullmatch(rf"{STARTING}, \d+ s; read 3 of 4\[2J files\.+", lines[0])
         assert (len(lines[0]), lines[1]) == (109, "")
         go_on.touch()
         terminal.rest()
@@ -102,5 +102,5 @@ def test_the_line_ends_before_an_error(fakes):
         shown = terminal.rest()
     finally:
         terminal.close()
-    assert re.search(rf"{STARTING}, \d s.*\nTraceback", shown)
+    assert re.search(rf"{STARTING}, \d+ s.*\nTraceback", shown)
     assert "LocalServiceError: the executor did not start: exit code 3: executor: no such model" in shown

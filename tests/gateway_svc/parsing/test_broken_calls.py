@@ -115,7 +115,8 @@ def test_a_long_call_costs_as_much_as_its_length(tools):
         return spent
 
     seconds(1000)
-    assert seconds(16_000) < 40 * seconds(2_000)
+    # The least of a few: what else the process and the machine do then adds to some.
+    assert min(seconds(16_000) for _ in range(3)) < 40 * min(seconds(2_000) for _ in range(3))
 
 
 @pytest.mark.parametrize("style", ["added", "plain"])

@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import AsyncIterator
 
+from tests.helpers.machine.loopback import new_address
+
 _WITHOUT_TORCH = """
 import atexit, runpy, sys
 
@@ -48,8 +50,9 @@ class SimulatedProcess:
 
 
 @contextlib.asynccontextmanager
-async def simulated_process(*options: str, listen: str = "127.0.0.1:0") -> AsyncIterator[SimulatedProcess]:
-    """Yields it once it serves."""
+async def simulated_process(*options: str, listen: str | None = None) -> AsyncIterator[SimulatedProcess]:
+    """Yields it once it serves; at a free port of an address that no other test has, if no other is given."""
+    listen = listen or f"{new_address()}:0"
     command = [sys.executable, "-c", _WITHOUT_TORCH, "--listen", listen, *options]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, env={**os.environ}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ class FakeHub:
     break_after: int | None = None
     """Bytes after which the next transfer of a large file breaks off, once."""
     bytes_per_s: float | None = None
+    going: threading.Event = field(default_factory=threading.Event)
+    """Unless it is set, a large file has no second piece."""
     wrong_bytes: bool = False
     """Whether large files come with other bytes than the list says."""
     token: str | None = None
@@ -39,6 +42,7 @@ class FakeHub:
 def fake_hub(repos: dict[str, Path]) -> Iterator[FakeHub]:
     """Serve folders as repositories of models; HF_ENDPOINT is to be its url."""
     hub = FakeHub(repos)
+    hub.going.set()
 
     class Handler(_Handler):
         state = hub
@@ -49,6 +53,11 @@ def fake_hub(repos: dict[str, Path]) -> Iterator[FakeHub]:
     try:
         yield hub
     finally:
+        hub.going.set()
+        if "huggingface_hub" in sys.modules:  # this process keeps connections open, and each has a thread here
+            from huggingface_hub import close_session
+
+            close_session()
         server.shutdown()
         server.server_close()
 
@@ -132,6 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
                 count += len(piece)
                 if is_large and hub.bytes_per_s is not None:
                     time.sleep(len(piece) / hub.bytes_per_s)
+                if is_large:
+                    hub.going.wait(60)
         except ConnectionError:  # the caller is gone
             breaks = True
         hub.sent.append((name, start, count))

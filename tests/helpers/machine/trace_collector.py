@@ -13,6 +13,8 @@ from typing import Any
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from tests.helpers.machine.loopback import new_address
+
 
 @dataclass
 class Received:
@@ -69,12 +71,13 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 @contextlib.contextmanager
-def collector(listen: str = "127.0.0.1:0") -> Iterator[Collector]:
-    """A collector that listens until the end."""
+def collector(listen: str | None = None) -> Iterator[Collector]:
+    """A collector that listens until the end; its address is no other test's, and stays free once it is gone."""
+    listen = listen or f"{new_address()}:0"
     server, servicer = grpc.server(ThreadPoolExecutor(2)), Collector()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port(listen)
-    servicer.endpoint = f"http://127.0.0.1:{port}"
+    servicer.endpoint = f"http://{listen.rpartition(':')[0]}:{port}"
     server.start()
     try:
         yield servicer

@@ -14,6 +14,7 @@ import grpc
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import generation_pb2_grpc, types_pb2
 from cadenza_common.wire.transport import channel_options
+from tests.helpers.machine.loopback import new_address
 from tests.helpers.service_process import ServiceProcess, service_process
 
 _TIMEOUT_S = 60
@@ -113,7 +114,7 @@ class KillableScheduler:
 
     def __init__(self, executor: str, *options: str) -> None:
         self._options = ("--executor", executor, *options)
-        self._listen = "127.0.0.1:0"
+        self._listen = f"{new_address()}:0"
         self._stack = contextlib.AsyncExitStack()
         self.process: ServiceProcess | None = None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cadenza import AsyncClient, SamplingParams
+from tests.helpers.machine.loopback import new_address
 from tests.helpers.service_process import ServiceProcess, service_process
 
 _KINDS: list[dict[str, Any]] = [
@@ -26,7 +27,7 @@ class RollingService:
     def __init__(self, module: str, *options: str) -> None:
         self._module = module
         self._options = options
-        self._listen = "127.0.0.1:0"
+        self._listen = f"{new_address()}:0"
         self._stack = contextlib.AsyncExitStack()
         self.running: ServiceProcess
 

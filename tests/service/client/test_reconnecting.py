@@ -19,6 +19,7 @@ from cadenza.errors import AlreadyExistsError, InvalidRequestError, RequestLostE
 from cadenza.v1 import generation_pb2 as pb
 from scheduler_svc.app import Service
 from scheduler_svc.config import SchedulerConfig
+from tests.helpers.machine.loopback import new_address
 from tests.helpers.machine.relay import Relay, relay
 from tests.helpers.services import Running, executor_service, scheduler_service
 
@@ -255,7 +256,7 @@ class Restarting:
 
     def __init__(self, executor: str, tokenizer: str) -> None:
         self._options: dict[str, Any] = {"executor": [executor], "tokenizer": tokenizer}
-        self.target = "127.0.0.1:0"
+        self.target = f"{new_address()}:0"
         self._service: Service | None = None
 
     async def start(self) -> None:

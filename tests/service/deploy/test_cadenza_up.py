@@ -47,7 +47,7 @@ def running(model, tmp_path_factory):
     assert ready.startswith("ready 127.0.0.1:"), said
     yield up, ready.split()[1], said, file
     up.send_signal(signal.SIGTERM)
-    assert up.wait(15) == 0
+    assert up.wait(60) == 0
     assert up.stdout.read() == "", "stdout holds the ready line alone"
     up.stdout.close()
 

@@ -306,7 +306,7 @@ def check_answers(stack: LocalStack) -> None:
         info = client.server_info()
     assert info.options["max_num_seqs"] == "5", "the scheduler's environment"
     assert info.load.num_device_blocks == 700, "the executor's environment"
-    urls = {name: f"http://127.0.0.1:{stack.metrics_port(name)}" for name in stack.services}
+    urls = {name: f"http://{stack.host}:{stack.metrics_port(name)}" for name in stack.services}
     urls["gateway"] = f"http://{stack.address(8000)}"
     for name, url in urls.items():
         with urllib.request.urlopen(f"{url}/metrics") as response:

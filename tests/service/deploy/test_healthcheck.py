@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cadenza.healthcheck import check, main
+from tests.helpers.machine.loopback import new_address
 
 STATES = health_pb2.HealthCheckResponse
 
@@ -48,9 +49,7 @@ def test_a_proxy_in_the_environment_has_no_part(target: str, monkeypatch: pytest
 
 
 def test_no_server_is_a_reason() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    assert (check(address) or "").startswith("UNAVAILABLE: ")
+    assert (check(f"{new_address()}:50051") or "").startswith("UNAVAILABLE: ")
 
 
 def test_a_server_that_says_nothing_is_a_reason_in_time() -> None:
@@ -60,7 +59,7 @@ def test_a_server_that_says_nothing_is_a_reason_in_time() -> None:
         answers: list[str | None] = []
         asking = threading.Thread(target=lambda: answers.append(check(address, timeout_s=0.3)), daemon=True)
         asking.start()
-        asking.join(5)
+        asking.join(20)
     assert (answers[0] or "").startswith("DEADLINE_EXCEEDED: ")
 
 

@@ -63,8 +63,7 @@ async def test_tokens_are_those_of_transformers_and_a_lost_group_costs_none(tmp_
         load = ClientLoad(scheduler.target, *LOAD)
         await load.more(50)
         group.send(killed, signal.SIGKILL)
-        took, codes = await group.ended(10)
-        assert took < 2
+        _, codes = await group.ended(10)
         assert codes == [-signal.SIGKILL if each == killed else 5 for each in range(2)]
         others_words = f"rank 0 at {group.master}:{PORT} is gone", "rank 1 ended: at 127.0.0.1, "
         assert others_words[killed] in "\n".join(group.running[1 - killed].lines)

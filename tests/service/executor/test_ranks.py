@@ -122,7 +122,7 @@ async def test_a_stop_in_order_is_no_end_of_a_rank(tmp_path: Path, to: str) -> N
                 rank.terminate()
         executor.process.terminate()
         assert await executor.process.wait() == 0
-        _, alive = psutil.wait_procs(ranks, timeout=5)
+        _, alive = psutil.wait_procs(ranks, timeout=20)
         assert not alive
         await executor.end()
     assert not [line for line in executor.lines if "ended" in line]

@@ -180,12 +180,17 @@ def test_up_serves_several_to_those_with_a_key_and_stops_at_a_signal(tmp_path):
         client.model_info()
     with Client(target, model="y", token="secret") as client:
         assert len(client.generate([PROMPT], SamplingParams(max_tokens=3))) == 1
-    time.sleep(2)
+    lines = []
+    for line in up.stderr:
+        lines.append(line)
+        if line.endswith("y: unloaded\n"):
+            break
     up.send_signal(signal.SIGTERM)
-    _, said = up.communicate(timeout=20)
+    _, rest = up.communicate(timeout=20)
+    said = "".join([*lines, rest])
     assert up.returncode == 0, said
+    assert "y: unloaded" in said
     assert f"model     x: {folders[0]}" in said
     assert "unloaded after 0.5 s without a request" in said
     assert "y: loaded in" in said
-    assert "y: unloaded" in said
     assert "x: loading" not in said

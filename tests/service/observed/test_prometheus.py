@@ -133,8 +133,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             running.until("sum(up)", 3)
             seen, info = asyncio.run(run_all(services))
             total = seen.ended.total()
-            running.until("sum(vllm:request_success_total)", total)
-            running.until('sum(cadenza_executor_answered_plans_total{status="ok"})', info.load.num_steps)
+            answered = 'sum(cadenza_executor_answered_plans_total{status="ok"})'
+            running.hold({"sum(up)": 3, "sum(vllm:request_success_total)": total, answered: info.load.num_steps})
             yield Watched(services, running, seen, info)
 
 

@@ -267,9 +267,10 @@ async def test_processes_export_when_the_certificates_of_each_link_expire(certs)
     own = [f"--{name.replace('_', '-')}={value}" for name, value in certs.listener("executor").items()]
     link = [f"--{name.replace('_', '-')}={value}" for name, value in certs.executor_link().items()]
     front = [f"--{name.replace('_', '-')}={value}" for name, value in certs.listener("scheduler").items()]
-    async with service_process("executor_svc", "--simulate=instant", "--metrics-port=0", *own) as executor:
+    at = "127.0.0.1:0"  # the certificates' address
+    async with service_process("executor_svc", "--simulate=instant", "--metrics-port=0", *own, listen=at) as executor:
         to = [f"--executor={executor.address}", "--skip-tokenizer-init"]
-        async with service_process("scheduler_svc", *to, "--metrics-port=0", *link, *front) as running:
+        async with service_process("scheduler_svc", *to, "--metrics-port=0", *link, *front, listen=at) as running:
             listener = {("listener", "--tls-cert"), ("listener", "--tls-client-ca")}
             assert await scraped(await executor.logged("metrics at")) == listener
             executors = {("executors", "--executor-ca"), ("executors", "--executor-cert")}

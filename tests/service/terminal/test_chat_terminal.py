@@ -66,7 +66,7 @@ def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(target, script):
         terminal.wait_for_screen("\nhang\n")  # the first streamed word
         terminal.type(CTRL_C)
         terminal.wait_for_screen("cadenza: stopped\n>\n")
-        assert script.was_cancelled.wait(5), "the request is aborted on the server"
+        assert script.was_cancelled.wait(20), "the request is aborted on the server"
         assert terminal.process.poll() is None
 
         terminal.type(b"never mind")

@@ -36,7 +36,7 @@ class PrefixRace:
 
     def __init__(self, code: Code, team: Team) -> None:
         self._code, self._team = code, team
-        self._programs: dict[tuple[int, int, int], _Program] = {}
+        self._programs: dict[tuple[int, int, int], _PrefixProgram] = {}
         """By numbers of draws, candidates and tokens; steps have the same few."""
 
     def draw(self, logits: Tensor, draws: PrefixDraws) -> tuple[IntArray, BoolArray] | None:
@@ -48,11 +48,11 @@ class PrefixRace:
         if key not in self._programs:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
-            self._programs[key] = _Program(self._code, self._team, *key)
+            self._programs[key] = _PrefixProgram(self._code, self._team, *key)
         return self._programs[key].run(logits, draws)
 
 
-class _Program:
+class _PrefixProgram:
     """The launches of so many draws, and the memory that they read and write."""
 
     def __init__(self, code: Code, team: Team, count: int, size: int, width: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,14 +198,13 @@ async def test_the_models_template_has_bounds_on_each_input(monkeypatch: pytest.
     chats = ChatRenderer({"default": "{% if messages[-1].content == 'loop' %}" + ENDLESS + "{% endif %}" + LAST}, {})
     try:
         assert await chats.render(SHORT) == "Hello"
-        longest, looping = 0.0, asyncio.create_task(chats.render(ChatFields((MessageFields("user", "loop"),))))
+        turns, looping = 0, asyncio.create_task(chats.render(ChatFields((MessageFields("user", "loop"),))))
         while not looping.done():
-            begin = time.monotonic()
             await asyncio.sleep(0.001)
-            longest = max(longest, time.monotonic() - begin)
+            turns += 1
         with pytest.raises(ChatError, match=r"the chat takes over 0.5 s to render"):
             await looping
-        assert longest < 0.25
+        assert turns > 20, "of 500 or so, where the machine has time"
         assert await chats.render(SHORT) == "Hello"
     finally:
         chats.close()

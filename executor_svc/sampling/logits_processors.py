@@ -73,7 +73,7 @@ def _penalise(value: Tensor, edits: LogitsEdits) -> Tensor:
         repetition = _on(value, edits.repetition_penalty)
         value = _bounded(value, torch.where(value > 0, value / repetition, value * repetition))
     if edits.frequency_penalty.any():
-        value = _bounded(value, value - _on(value, edits.frequency_penalty * edits.counts))
+        value = _bounded(value, value - _on(value, edits.frequency_penalty) * _on(value, edits.counts))
     if edits.presence_penalty.any():
         value = _bounded(value, value - _on(value, edits.presence_penalty * (edits.counts > 0)))
     return value

@@ -18,6 +18,7 @@ from cadenza.healthcheck import check
 from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from gateway_svc.app import make_state
 from gateway_svc.config import GatewayConfig
+from gateway_svc.healthcheck import main as healthcheck
 from gateway_svc.http_listener import tls_of
 from tests.helpers.certificates import certificates
 from tests.helpers.gateway.gateway import gateway
@@ -42,14 +43,31 @@ async def test_health_follows_the_scheduler_and_its_executor(w, g):
     assert error["message"] == f"the scheduler at {w.target} does not serve: it is away"
 
 
-async def test_why_a_scheduler_does_not_serve_is_said(w, g, monkeypatch):
-    """In its own words: a full disk is no scheduler that is away."""
+async def test_the_check_of_a_container_says_why_not(w, g, capsys):
+    await w.until(lambda: g.state.link.is_serving)
+    for arguments, code, said in (
+        ([g.address], 0, ""),
+        (["127.0.0.1:9"], 1, "127.0.0.1:9: [Errno 111] Connection refused"),
+        ([w.target], 1, f"{w.target}: what listens there speaks no HTTP"),
+        (["--help"], 0, "usage: "),
+        (["--port"], 2, "usage: "),
+        ([], 2, "usage: "),
+    ):
+        assert await asyncio.to_thread(healthcheck, arguments) == code
+        shown = capsys.readouterr()
+        assert (shown.out + shown.err).startswith(said)
+
+
+async def test_why_a_scheduler_does_not_serve_is_said(w, g, monkeypatch, caplog):
+    """In its own words: a full disk is no scheduler that is away. The log says it once, however often probes ask."""
     await w.until(lambda: g.state.link.is_serving)
     monkeypatch.setattr(w.engine.journal, "problem", "the journal cannot be written (database or disk is full)")
     w.engine.report_health()
     await w.until(lambda: not g.state.link.is_serving)
     why = f"the scheduler at {w.target} does not serve: the journal cannot be written (database or disk is full)"
     assert (await g.get("/health", 503))["error"]["message"] == why
+    await w.until(lambda: why in caplog.messages)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [why]
     g.state.link._unserved_since = time.monotonic() - 60
     assert (await g.post(CHAT, HELLO, 503))["error"]["message"] == why
     assert await asyncio.to_thread(check, w.target) == (
@@ -335,13 +353,17 @@ async def test_browsers_may_call_only_from_given_origins(w, g):
                 assert response.headers.get("Access-Control-Allow-Origin") == allowed
 
 
-async def test_https(w, tmp_path):
+async def test_https(w, tmp_path, capsys):
     made = certificates(tmp_path / "certs")
     files = {f"http_{name}": path for name, path in made.listener("scheduler", proof=False).items()}
     async with gateway(w.target, **files) as g, ClientSession() as http:
         trusted = ssl.create_default_context(cafile=str(made.of("scheduler").ca))
         async with http.post(f"https://{g.address}{CHAT}", json=HELLO, ssl=trusted) as response:
             assert response.status == 200
+        assert await asyncio.to_thread(healthcheck, [g.address]) == 0
+        g.state.link._set_serving(False)
+        assert await asyncio.to_thread(healthcheck, [g.address]) == 1
+        assert f"{g.address}: 503: " in capsys.readouterr().err
     (tmp_path / "bad.pem").write_text("nothing")
     with pytest.raises(OptionError, match="http-tls-cert"):
         tls_of(GatewayConfig(http_tls_cert=str(tmp_path / "bad.pem"), http_tls_key=str(tmp_path / "bad.pem")))

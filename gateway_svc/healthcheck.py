@@ -48,7 +48,7 @@ def _reason(url: str) -> Exception | str | None:
     except urllib.error.HTTPError as error:
         return f"{error.code}: {error.read(1000).decode(errors='replace')}"
     except urllib.error.URLError as error:
-        return error.reason
+        return error.reason if isinstance(error.reason, Exception) else str(error.reason)
     except (OSError, ValueError) as error:
         return error
     except http.client.HTTPException:

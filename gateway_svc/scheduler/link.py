@@ -249,21 +249,21 @@ class SchedulerLink:
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 async for state in watch(wrappers_pb2.StringValue()):
-                    if self._set_serving(state.value == _SERVING) and not self.is_serving:
+                    was_serving = self.is_serving
+                    self._set_serving(state.value == _SERVING)
+                    if was_serving and not self.is_serving:
                         _LOG.warning("%s", await self.why_unserved())
-            if self._set_serving(False):
+            if self.is_serving:
                 _LOG.warning("the scheduler at %s does not serve: it is away", self.target)
+            self._set_serving(False)
             await asyncio.sleep(_RETRY_S)
 
-    def _set_serving(self, serving: bool) -> bool:
-        """Whether it has changed."""
-        if serving == self.is_serving:
-            return False
-        self.is_serving, self._unserved_since = serving, time.monotonic()
-        self._changed.set()
-        if serving:
-            _LOG.info("the scheduler at %s serves", self.target)
-        return True
+    def _set_serving(self, serving: bool) -> None:
+        if serving != self.is_serving:
+            self.is_serving, self._unserved_since = serving, time.monotonic()
+            self._changed.set()
+            if serving:
+                _LOG.info("the scheduler at %s serves", self.target)
 
 
 def _is_token(key: str) -> bool:

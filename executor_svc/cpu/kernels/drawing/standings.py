@@ -28,7 +28,7 @@ class RowStandings:
 
     def __init__(self, code: Code, team: Team) -> None:
         self._code, self._team = code, team
-        self._programs: dict[int, _Program] = {}
+        self._programs: dict[int, _StandingsProgram] = {}
         """By width; a model has one."""
 
     def find(self, logits: Tensor, rows: IntArray, tokens: IntArray) -> Standings:
@@ -37,7 +37,7 @@ class RowStandings:
         if width not in self._programs:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
-            self._programs[width] = _Program(self._code, self._team, width)
+            self._programs[width] = _StandingsProgram(self._code, self._team, width)
         program = self._programs[width]
         parts = [
             program.run(logits, rows[start : start + _ROWS], tokens[start : start + _ROWS])
@@ -52,7 +52,7 @@ class RowStandings:
         )
 
 
-class _Program:
+class _StandingsProgram:
     """The launches for up to `_ROWS` rows, and the memory that they read and write."""
 
     def __init__(self, code: Code, team: Team, width: int) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import ssl
 import time
 import zlib
 
 import pytest
-from aiohttp import ClientSession
 
 from cadenza import __version__
 from cadenza.errors import OptionError
@@ -18,9 +16,6 @@ from cadenza.healthcheck import check
 from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from gateway_svc.app import make_state
 from gateway_svc.config import GatewayConfig
-from gateway_svc.healthcheck import main as healthcheck
-from gateway_svc.http_listener import tls_of
-from tests.helpers.certificates import certificates
 from tests.helpers.gateway.gateway import gateway
 from tests.helpers.scheduler.scheduler_world import world
 from tests.helpers.scheduler.scripted_executor import VOCAB_SIZE
@@ -41,21 +36,6 @@ async def test_health_follows_the_scheduler_and_its_executor(w, g):
     error = (await g.get("/health", 503))["error"]
     assert error["type"] == "service_unavailable_error"
     assert error["message"] == f"the scheduler at {w.target} does not serve: it is away"
-
-
-async def test_the_check_of_a_container_says_why_not(w, g, capsys):
-    await w.until(lambda: g.state.link.is_serving)
-    for arguments, code, said in (
-        ([g.address], 0, ""),
-        (["127.0.0.1:9"], 1, "127.0.0.1:9: [Errno 111] Connection refused"),
-        ([w.target], 1, f"{w.target}: what listens there speaks no HTTP"),
-        (["--help"], 0, "usage: "),
-        (["--port"], 2, "usage: "),
-        ([], 2, "usage: "),
-    ):
-        assert await asyncio.to_thread(healthcheck, arguments) == code
-        shown = capsys.readouterr()
-        assert (shown.out + shown.err).startswith(said)
 
 
 async def test_why_a_scheduler_does_not_serve_is_said(w, g, monkeypatch, caplog):
@@ -351,22 +331,6 @@ async def test_browsers_may_call_only_from_given_origins(w, g):
         for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
             async with open_one.http.post(CHAT, json={**HELLO, "stream": True}, headers={"Origin": origin}) as response:
                 assert response.headers.get("Access-Control-Allow-Origin") == allowed
-
-
-async def test_https(w, tmp_path, capsys):
-    made = certificates(tmp_path / "certs")
-    files = {f"http_{name}": path for name, path in made.listener("scheduler", proof=False).items()}
-    async with gateway(w.target, **files) as g, ClientSession() as http:
-        trusted = ssl.create_default_context(cafile=str(made.of("scheduler").ca))
-        async with http.post(f"https://{g.address}{CHAT}", json=HELLO, ssl=trusted) as response:
-            assert response.status == 200
-        assert await asyncio.to_thread(healthcheck, [g.address]) == 0
-        g.state.link._set_serving(False)
-        assert await asyncio.to_thread(healthcheck, [g.address]) == 1
-        assert f"{g.address}: 503: " in capsys.readouterr().err
-    (tmp_path / "bad.pem").write_text("nothing")
-    with pytest.raises(OptionError, match="http-tls-cert"):
-        tls_of(GatewayConfig(http_tls_cert=str(tmp_path / "bad.pem"), http_tls_key=str(tmp_path / "bad.pem")))
 
 
 async def test_request_ids_come_back(g):

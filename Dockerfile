@@ -48,13 +48,13 @@ COPY cadenza_simulator/ cadenza_simulator/
 COPY cadenza_cli/ cadenza_cli/
 RUN pip wheel --quiet --no-deps --wheel-dir dist .
 
-# ---------------------------------------------------------------- runtime: a user, and the one folder it may write to
+# ---------------------------------------------------------------- runtime: a user, and the folders that it may write to
 
 FROM base AS runtime
 RUN groupadd --gid 10001 cadenza \
  && useradd --uid 10001 --gid 10001 --no-log-init --create-home --shell /usr/sbin/nologin cadenza \
  && install -d -o 10001 -g 10001 /home/cadenza/.cache /home/cadenza/.cache/huggingface \
-    /home/cadenza/.cache/cadenza /home/cadenza/.cache/cadenza/kernels
+    /home/cadenza/.cache/cadenza /home/cadenza/.cache/cadenza/kernels /data
 ENV HOME=/home/cadenza
 WORKDIR /home/cadenza
 

@@ -51,6 +51,7 @@ FAST_TESTS := tests/cadenza tests/cadenza_* tests/gateway_svc tests/scheduler_sv
 DIST ?= dist
 BENCH_ARGS ?=
 BENCH_GPU_ARGS ?=
+KERNELS_ARGS ?=
 EXPERIMENTS_ARGS ?=
 # `make chaos`: number of faults, seed, executor (simulated or cpu), numbers of executors, and a history to repeat.
 N ?= 1000
@@ -156,8 +157,8 @@ docs: $(VENV)/.installed-dev ## make the pages again that are made from code: do
 	@$(PY) docs/generate_openai.py
 	@$(PY) protos/generate_docs.py
 
-kernels: $(VENV)/.installed-dev ## compile every GPU kernel, which needs no GPU; fails where one spills or is not as its file says
-	@$(PY) -m executor_svc.gpu.kernels.compile
+kernels: $(VENV)/.installed-dev ## compile every GPU kernel, which needs no GPU; fails where one spills or is not as its file says; an hour on two cores; KERNELS_ARGS='--only "decode 64"', '--quick' chooses
+	@$(PY) -m executor_svc.gpu.kernels.compile $(KERNELS_ARGS)
 
 protos-baseline: $(VENV)/.installed-dev ## accept today's protos as what later ones may not break: a deliberate act
 	@$(BIN)/buf build protos -o protos/baseline.binpb

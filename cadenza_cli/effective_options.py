@@ -146,9 +146,16 @@ def _limits(
             f"max_num_batched_tokens {options['max_num_batched_tokens']}",
         ),
         ("tokenizer", options["tokenizer"] or "none: token ids only"),
+        *_chats(model),
         ("ends at", ", ".join(_ends(model)) or "no token: outputs end at max_tokens"),
         *_sampling(model),
     ]
+
+
+def _chats(model: generation_pb2.GetModelInfoResponse) -> list[tuple[str, str]]:
+    if not model.has_tokenizer or model.has_chat_template:
+        return []
+    return [("chats", "refused, since the model has no chat template: --chat-template gives one")]
 
 
 def _resident(

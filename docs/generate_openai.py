@@ -37,7 +37,7 @@ client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
 answer = client.chat.completions.create(model="cadenza-demo", messages=[{"role": "user", "content": "Hello"}])
 ```
 
-Its options are under [HTTP](options.md#http). `docker compose up` serves it at 127.0.0.1:8000.
+Its options are under [HTTP](options.md#http). `docker compose up` serves it at 127.0.0.1:8000, the model as `model`.
 
 ## Paths
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
@@ -62,6 +63,11 @@ class Listeners:
             for name, address in self.addresses.items()
             if name in self._places or name == "grpc"
         ] + kv_events
+
+    @property
+    def page_url(self) -> str:
+        """Where a browser on this machine opens the page: an address of all interfaces is none to open."""
+        return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", self.urls[0])
 
     @property
     def paths(self) -> tuple[str, ...]:

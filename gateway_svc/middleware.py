@@ -54,7 +54,8 @@ async def answers(request: web.Request, handler: _Handler) -> web.StreamResponse
             connection.ends()
         path = _route_of(request)
         state.counts.ended(path, status, time.perf_counter() - began)
-        if status >= 500:
+        # A probe asks every few seconds: the link to the scheduler says once that it is lost, and why.
+        if status >= 500 and not (path == "/health" and status == 503):
             _LOG.warning("%s %s: %d", request.method, path, status, extra={"request_id": request_id})
 
 

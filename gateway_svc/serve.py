@@ -63,7 +63,7 @@ async def serve(
     _LOG.info("serving %s at %s%s", config.target, ", ".join(urls), open_paths)
     if config.page:
         shown = "#token=…" if config.page_token_file else f"#token={state.page_rights.token}"
-        _LOG.info("the live page is %s/%s", urls[0], shown)
+        _LOG.info("the live page is %s/%s", listeners.page_url, shown)
     await signals.stop.wait()
     if checks.done() and (wrong := checks.result()) is not None:
         return await _refuse(wrong, fail, listeners)

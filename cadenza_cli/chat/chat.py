@@ -132,7 +132,7 @@ def chat(
         if not info.has_chat_template:
             raise FailedPreconditionError(
                 "the model has no chat template, which a chat needs: continue texts with cadenza generate --raw, or "
-                "start the server with --tokenizer and one that has a template"
+                "start the server with --chat-template"
             )
         conversation = Conversation(
             client,

@@ -99,6 +99,8 @@ class CallReader:
         self._had_due = False
         self._holds = True
         """Whether a marker within a value may be its text."""
+        self._is_cut = False
+        """Whether the output has ended for its length."""
 
     @property
     def is_in_call(self) -> bool:
@@ -112,6 +114,7 @@ class CallReader:
 
     def finish(self, *, is_cut: bool) -> Iterator[Part]:
         """Give the rest; is_cut: the output has ended for its length, so that what has begun is no error."""
+        self._is_cut = is_cut
         while True:
             yield from self._read(is_last=True)
             call = self._call
@@ -333,8 +336,12 @@ class CallReader:
             if end >= 0:
                 del self._due[: index + 1]
                 return end
-            if end == MORE and not is_last:
-                return MORE
+            spelled = self._codes.spelled(due.begins)
+            if end == MORE or (spelled.startswith(text[at:]) and len(spelled) > len(text) - at):
+                if not is_last:
+                    return MORE
+                if self._is_cut:  # what closes the call was cut, and is no content
+                    return len(text)
         return FAIL
 
     def _next(self, way: _Way, text: str, at: int, *, is_last: bool) -> int:

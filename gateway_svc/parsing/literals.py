@@ -52,6 +52,11 @@ class Codes:
         marker = self._markers.get(code)
         return "" if marker is None or marker.is_nothing else marker.text
 
+    def spelled(self, text: str) -> str:
+        """A literal's text as an output spells it where its markers are no tokens; empty: they are."""
+        codes = _CODE.findall(text)
+        return "" if any(self._markers[code].token_id is not None for code in codes) else self.written(text)
+
     def coded(self, text: str) -> str:
         """A text whose markers are characters."""
         return text if self._texts is None else self._texts.sub(lambda found: self._of[found.group()], text)

@@ -114,6 +114,7 @@ class OutputParser:
         self._open_thought = OpenThought(lambda: _call_reader(reading, known), before) if has_open else None
         self._frame = AnswerFrame(*thought.answer) if thought is not None and any(thought.answer) else None
         self._is_parallel, self._has_calls_alone = reading.is_parallel, reading.has_calls_alone
+        self._drops_content = False
         self._owners = TokenOwners(self._reader.text_ends) if with_tokens else None
         self.has_calls = False
         """Whether there has been a call."""
@@ -128,26 +129,20 @@ class OutputParser:
 
     def feed(self, delta: CompletionOutput) -> list[Part]:
         """Take the next delta, which may be the last one; returns the parts that are certain now."""
-        pieces = self._reader.feed(delta.text, delta.token_ids, delta.text_ends)
-        if delta.finished():
-            pieces += self._reader.finish()
         parts: list[Part] = []
-        for piece in pieces:
-            for each in (piece,) if self._owners is None else self._owners.split(piece):
-                for whole in (each,) if self._joiner is None else self._joiner.feed(each):
-                    self._take(whole, parts)
+        self._take_all(self._reader.feed(delta.text, delta.token_ids, delta.text_ends), parts)
         if delta.finished():
+            is_cut = delta.finish_reason != "stop"
+            # What was held back is the beginning of a call, which has no content beside it.
+            self._drops_content = is_cut and self._has_calls_alone
+            self._take_all(self._reader.finish(), parts)
             for whole in () if self._joiner is None else self._joiner.finish():
                 self._take(whole, parts)
-            self._end_open_thought(parts, is_cut=delta.finish_reason != "stop")
+            self._end_open_thought(parts, is_cut=is_cut)
             for rest in () if self._thought is None else self._thought.finish():
                 self._answer(rest, parts)
             if self._calls is not None:
-                is_cut = delta.finish_reason != "stop"
-                ended = [*self._calls.finish(is_cut=is_cut)]
-                if is_cut and self._has_calls_alone:  # the beginning of a call, which has no content beside it
-                    ended = [part for part in ended if not isinstance(part, Content)]
-                self._add_all(iter(ended), parts)
+                self._add_all(self._calls.finish(is_cut=is_cut), parts)
             for part in () if self._frame is None else self._frame.finish():
                 self._add(part, parts)
         return _joined(parts)
@@ -155,6 +150,12 @@ class OutputParser:
     def tokens_behind(self) -> tuple[int, ...]:
         """The last tokens of an ended output. No part claims them: they made none of its text."""
         return () if self._owners is None else self._owners.rest()
+
+    def _take_all(self, pieces: Sequence[Piece], parts: list[Part]) -> None:
+        for piece in pieces:
+            for each in (piece,) if self._owners is None else self._owners.split(piece):
+                for whole in (each,) if self._joiner is None else self._joiner.feed(each):
+                    self._take(whole, parts)
 
     def _take(self, piece: Piece, parts: list[Part]) -> None:
         if self._thought is None:
@@ -198,6 +199,8 @@ class OutputParser:
                 self._add(each, parts)
 
     def _add(self, part: Part, parts: list[Part]) -> None:
+        if self._drops_content and isinstance(part, Content):
+            return
         if self._owners is None:
             parts.append(part)
         elif isinstance(part, Content):

@@ -249,7 +249,12 @@ class SchedulerLink:
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 async for state in watch(wrappers_pb2.StringValue()):
+                    was_serving = self.is_serving
                     self._set_serving(state.value == _SERVING)
+                    if was_serving and not self.is_serving:
+                        _LOG.warning("%s", await self.why_unserved())
+            if self.is_serving:
+                _LOG.warning("the scheduler at %s does not serve: it is away", self.target)
             self._set_serving(False)
             await asyncio.sleep(_RETRY_S)
 
@@ -257,7 +262,8 @@ class SchedulerLink:
         if serving != self.is_serving:
             self.is_serving, self._unserved_since = serving, time.monotonic()
             self._changed.set()
-            _LOG.info("the scheduler at %s %s", self.target, "serves" if serving else "does not serve")
+            if serving:
+                _LOG.info("the scheduler at %s serves", self.target)
 
 
 def _is_token(key: str) -> bool:

@@ -192,5 +192,5 @@ def test_a_model_without_a_chat_template(capsys, monkeypatch):
     assert (code, messages) == (1, [])
     assert said == (
         "cadenza: the model has no chat template, which a chat needs: continue texts with cadenza generate --raw, or "
-        "start the server with --tokenizer and one that has a template\n"
+        "start the server with --chat-template\n"
     )

@@ -37,6 +37,8 @@ class Executor(execution_pb2_grpc.ExecutionServiceServicer):
 class Scheduler(generation_pb2_grpc.GenerationServiceServicer, health_pb2_grpc.HealthServicer):
     """Serves, and knows the memory of the executors at these addresses: 1 MiB, 2 MiB and so on."""
 
+    info = generation_pb2.GetModelInfoResponse(model="m", architecture="Llama", max_model_len=64)
+
     def __init__(self, executors: list[str]) -> None:
         self.executors = executors
 
@@ -44,7 +46,7 @@ class Scheduler(generation_pb2_grpc.GenerationServiceServicer, health_pb2_grpc.H
         yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
     async def GetModelInfo(self, request, context):
-        return generation_pb2.GetModelInfoResponse(model="m", architecture="Llama", max_model_len=64)
+        return self.info
 
     async def GetServerInfo(self, request, context):
         executors = [
@@ -133,6 +135,14 @@ def test_whoever_serves_no_http_is_told_of_it(lines):
         made = lines(2048, **gateway)
         assert made[10] == listens + shown
         assert (GRPC_ALONE in made) == ("http" not in gateway)
+
+
+def test_a_model_without_a_chat_template_is_named(lines, monkeypatch):
+    refused = "chats     refused, since the model has no chat template: --chat-template gives one"
+    for tokenizer, template in ((True, False), (True, True), (False, False)):
+        info = generation_pb2.GetModelInfoResponse(has_tokenizer=tokenizer, has_chat_template=template)
+        monkeypatch.setattr(Scheduler, "info", info)
+        assert (refused in lines(2048)) == (tokenizer and not template)
 
 
 def test_an_executor_that_does_not_answer_is_left_out(lines):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import ssl
 import time
 import zlib
 
 import pytest
-from aiohttp import ClientSession
 
 from cadenza import __version__
 from cadenza.errors import OptionError
@@ -18,8 +16,6 @@ from cadenza.healthcheck import check
 from cadenza.v1 import admin_pb2, admin_pb2_grpc
 from gateway_svc.app import make_state
 from gateway_svc.config import GatewayConfig
-from gateway_svc.http_listener import tls_of
-from tests.helpers.certificates import certificates
 from tests.helpers.gateway.gateway import gateway
 from tests.helpers.scheduler.scheduler_world import world
 from tests.helpers.scheduler.scripted_executor import VOCAB_SIZE
@@ -42,14 +38,16 @@ async def test_health_follows_the_scheduler_and_its_executor(w, g):
     assert error["message"] == f"the scheduler at {w.target} does not serve: it is away"
 
 
-async def test_why_a_scheduler_does_not_serve_is_said(w, g, monkeypatch):
-    """In its own words: a full disk is no scheduler that is away."""
+async def test_why_a_scheduler_does_not_serve_is_said(w, g, monkeypatch, caplog):
+    """In its own words: a full disk is no scheduler that is away. The log says it once, however often probes ask."""
     await w.until(lambda: g.state.link.is_serving)
     monkeypatch.setattr(w.engine.journal, "problem", "the journal cannot be written (database or disk is full)")
     w.engine.report_health()
     await w.until(lambda: not g.state.link.is_serving)
     why = f"the scheduler at {w.target} does not serve: the journal cannot be written (database or disk is full)"
     assert (await g.get("/health", 503))["error"]["message"] == why
+    await w.until(lambda: why in caplog.messages)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [why]
     g.state.link._unserved_since = time.monotonic() - 60
     assert (await g.post(CHAT, HELLO, 503))["error"]["message"] == why
     assert await asyncio.to_thread(check, w.target) == (
@@ -333,18 +331,6 @@ async def test_browsers_may_call_only_from_given_origins(w, g):
         for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
             async with open_one.http.post(CHAT, json={**HELLO, "stream": True}, headers={"Origin": origin}) as response:
                 assert response.headers.get("Access-Control-Allow-Origin") == allowed
-
-
-async def test_https(w, tmp_path):
-    made = certificates(tmp_path / "certs")
-    files = {f"http_{name}": path for name, path in made.listener("scheduler", proof=False).items()}
-    async with gateway(w.target, **files) as g, ClientSession() as http:
-        trusted = ssl.create_default_context(cafile=str(made.of("scheduler").ca))
-        async with http.post(f"https://{g.address}{CHAT}", json=HELLO, ssl=trusted) as response:
-            assert response.status == 200
-    (tmp_path / "bad.pem").write_text("nothing")
-    with pytest.raises(OptionError, match="http-tls-cert"):
-        tls_of(GatewayConfig(http_tls_cert=str(tmp_path / "bad.pem"), http_tls_key=str(tmp_path / "bad.pem")))
 
 
 async def test_request_ids_come_back(g):

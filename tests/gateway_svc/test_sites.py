@@ -6,6 +6,7 @@ import pytest
 
 from gateway_svc.app import make_state
 from gateway_svc.config import GatewayConfig
+from gateway_svc.listeners import Listeners
 from tests.helpers.gateway.gateway import gateway
 from tests.helpers.scheduler.scheduler_world import world
 from tests.helpers.tenants import token, write_tenants
@@ -77,4 +78,16 @@ async def test_where_keys_are_asked_for_a_name_says_nothing(w, tmp_path, tokeniz
 async def test_a_listener_that_others_reach_is_asked_for_by_any_name(place, is_local):
     state = make_state(GatewayConfig(http=place, insecure=True))
     assert state.sites.is_local is is_local
+    await state.link.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "opened"),
+    [("0.0.0.0:8000", "localhost:8000"), ("[::]:1", "localhost:1"), ("10.0.0.0:8000", "10.0.0.0:8000"), ("h:1", "h:1")],
+)
+async def test_the_page_has_an_address_that_a_browser_opens(place, opened):
+    state = make_state(GatewayConfig(http=place, insecure=True, page=True))
+    listeners = Listeners(state)
+    listeners.addresses["http"] = place
+    assert listeners.page_url == f"http://{opened}"
     await state.link.close()

@@ -123,6 +123,8 @@ class TemplateForm:
     """Whether text beside a thought and calls stands in the thought."""
     old_names: bool = False
     """Whether tools are `functions`, a text, beside the time as `datetime`, as firefunction's template reads them."""
+    empty_tools: bool = False
+    """Whether tools are an empty list, and not null, where there are none, as Hermes' own templates need them."""
     call_format: str = ""
     """The format in which calls are written into the content, where the template shows none; empty: it shows them."""
     no_tools: str = ""

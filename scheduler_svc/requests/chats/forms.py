@@ -80,6 +80,11 @@ class _Search:
             self.form = TemplateForm(_ROLES)
         shown = yield from self._content("user", (_USER,), "Qmuser")
         if not shown and not self.form.unusable:
+            without, self.form = self.form, replace(self.form, empty_tools=True)
+            shown = yield from self._content("user", (_USER,), "Qmuser")
+            if not shown and not self.form.unusable:
+                self.form = without
+        if not shown and not self.form.unusable:
             self.tools = _TOOLS  # as of one by the name tool_use, which needs them
             shown = yield from self._content("user", (_USER,), "Qmuser")
         if not shown and not self.form.unusable:

@@ -29,7 +29,7 @@ RENDER_S = 2.0
 _NUM_FORMS = 64
 """Of templates of requests, which are kept."""
 _DEFAULT, _TOOL_USE = "default", "tool_use"
-_NO_TEMPLATE = "the tokenizer has no chat template: send text or token ids"
+_NO_TEMPLATE = "the tokenizer has no chat template: send text or token ids, or start the service with --chat-template"
 _UNTRUSTED = (
     "the service renders no templates of requests: start it with --trust-request-chat-template, or with the template "
     "as --chat-template"
@@ -179,7 +179,7 @@ def check_chat(chat: ChatFields, path: str, renderer: ChatRenderer) -> None:
         if not renderer.trusts_requests:
             raise PreconditionError(f"{path}.template", _UNTRUSTED)
     elif not renderer.templates:
-        raise PreconditionError(path, "the tokenizer has no chat template: send text or token ids")
+        raise PreconditionError(path, _NO_TEMPLATE)
     if not chat.messages:
         raise RequestRejectedError(f"{path}.messages", "must hold at least one message")
     for index, message in enumerate(chat.messages):

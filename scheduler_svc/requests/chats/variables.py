@@ -45,7 +45,7 @@ def template_variables(
         **(old if form.old_names else {}),
         **arguments,
         "messages": GivenList(in_form(arranged(chat.messages, form) if placed is None else placed, form)),
-        "tools": tools,
+        "tools": [] if tools is None and form.empty_tools else tools,
         "documents": json_objects(chat.documents, "documents"),
         "add_generation_prompt": chat.adds_generation_prompt,
     }

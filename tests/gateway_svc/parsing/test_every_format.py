@@ -155,6 +155,44 @@ def test_broken_and_cut_outputs_lose_nothing(tools, index, data):
         assert message.content == "Hi " + text
 
 
+@pytest.mark.parametrize(("tools", "index"), WAYS)
+@pytest.mark.parametrize("style", ["added", "text"])
+def test_what_closes_a_call_and_was_cut_is_no_content(tools, index, style):
+    way = BY_NAME[tools].ways[index]
+    text = written_calls(way, [("f", {"a": "x"})])
+    found = formats(tools, "none", style)
+    tokens = tokens_of([(text, True)], found, style, [1])
+    reading = Reading(found, NAMES, kinds={"f": {"a": frozenset({"string"})}})
+    for num in range(len(tokens), 0, -2):
+        parts = parse(reading, [whole(tokens[:num], "length")])
+        message = message_of(parts)
+        if not message.calls:
+            break
+        assert message.content is None, tokens[num - 1].text
+        if num % 8 == 0:
+            assert parse(reading, deltas(tokens[:num], [1] * num, [], "length")) == parts
+
+
+@pytest.mark.parametrize(("tools", "index"), WAYS)
+def test_an_answer_that_must_be_calls_has_no_content_wherever_it_is_cut(tools, index):
+    way = BY_NAME[tools].ways[index]
+    text = written_calls(way, [("f", {"a": "x"})] * 2)
+    for style, first in (("added", 1), ("text", 3)):
+        found = formats(tools, "none", style)
+        tokens = tokens_of([(text, True)], found, style, [1])
+        reading = Reading(found, NAMES, kinds={"f": {"a": frozenset({"string"})}}, has_calls_alone=True)
+        for num in range(first, len(tokens), 5):
+            message = message_of(parse(reading, [whole(tokens[:num], "length")]))
+            assert message.content is None, (len(message.calls), "".join(token.text for token in tokens[:num]))
+
+
+def test_what_only_resembles_the_end_of_a_call_is_content():
+    found, call = formats("hermes", "none", "text"), '<tool_call>\n{"name": "f", "arguments": {}}'
+    for behind, finish in (("\n</tool_c", "stop"), ("\n</tool-", "length"), ("\n<b", "length")):
+        message = message_of(parse(Reading(found, NAMES), [whole([*map(Token, call + behind)], finish)]))
+        assert (len(message.calls), message.content) == (1, behind)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("reasoning", [each.name for each in THOUGHTS])
 @settings(max_examples=40, deadline=None)

@@ -34,7 +34,8 @@ async def streamed(client, prompt, request_id=None):
         ("no_tokenizer", lambda client: client.generate("Hi"), errors.FailedPreconditionError,
          "prompt[0].text: the model has no tokenizer: send token ids"),
         ("no_template", lambda client: client.chat(CHAT), errors.FailedPreconditionError,
-         "prompt[0].chat: the tokenizer has no chat template: send text or token ids"),
+         "prompt[0].chat: the tokenizer has no chat template: send text or token ids, or start the service with "
+         "--chat-template"),
         ("full", lambda client: streamed(client, [5, 6]), errors.QueueFullError,
          "1 requests wait already (max_queued_requests)"),
         ("busy", lambda client: streamed(client, [5, 6], "taken"), errors.AlreadyExistsError,

@@ -74,9 +74,17 @@ def test_a_container_is_confined(name: str) -> None:
     assert service["tmpfs"] == ["/tmp"]
     assert service["restart"] == "unless-stopped"
     from_host = [mount for mount in service["volumes"] if mount.startswith((".", "/"))]
-    assert from_host == ([] if name == "gateway" else ["./models/cadenza-demo:/model:ro"])
+    assert from_host == ["./models/cadenza-demo:/model:ro"], "in all, for CADENZA_CONFIG=/model/…"
     # The file must not take back what the image says: its user (tested next) and its entry point.
     assert not {"user", "privileged", "cap_add", "entrypoint"} & set(service)
+
+
+def test_named_volumes_are_folders_of_the_images_user() -> None:
+    """Docker makes a new volume with the owner of the image's folder; where there is none, root's."""
+    made = next(line for word, line in read_dockerfile()["runtime"].instructions if "install -d" in line)
+    volumes = [mount.split(":") for name in SERVICES for mount in SERVICES[name]["volumes"] if mount[0] not in "./"]
+    assert {folder for _, folder in volumes} <= set(made.split())
+    assert [each for each in volumes if each[1] == "/data"] == [["data", "/data"], ["data-gpu", "/data"]]
 
 
 @every_service
@@ -114,6 +122,7 @@ def test_options_and_folders_come_from_the_shell() -> None:
         "CADENZA_MODEL": "org/name",
         "MODEL_DIR": "/data/m",
         "SCHEDULER_PORT": "7000",
+        "HTTP_HOST": "0.0.0.0",
         "CADENZA_EXECUTOR": "dns:///executor:50052",
     }
     services = read_compose(shell)["services"]
@@ -124,6 +133,7 @@ def test_options_and_folders_come_from_the_shell() -> None:
     assert services["executor"]["environment"]["CADENZA_MODEL"] == "org/name"
     assert SERVICES["executor"]["environment"] == {"CADENZA_MODEL": "/model"}
     assert services["scheduler"]["ports"] == ["127.0.0.1:7000:50051"]
+    assert services["gateway"]["ports"] == ["0.0.0.0:8000:8000"]
     assert services["scheduler"]["command"][-2:] == ["--executor", "dns:///executor:50052"]
     assert SERVICES["scheduler"]["command"][-2:] == ["--executor", "executor:50052"], "one executor by default"
     assert services["scheduler-gpu"]["command"][-1] == "executor-gpu:50052"
@@ -148,7 +158,7 @@ def test_the_gpu_profile_differs_in_what_a_gpu_needs_and_no_more() -> None:
 
     gpu = SERVICES["executor-gpu"]
     assert differing("executor") == {"profiles", "image", "build", "command", "environment", "deploy"}
-    assert differing("scheduler") == {"profiles", "command", "ports", "depends_on"}
+    assert differing("scheduler") == {"profiles", "command", "volumes", "ports", "depends_on"}
     assert gpu["profiles"] == SERVICES["scheduler-gpu"]["profiles"] == ["gpu"]
     assert gpu["command"] == [{"cpu": "cuda"}.get(part, part) for part in SERVICES["executor"]["command"]]
     assert gpu["build"]["args"]["TORCH_BUILD"] == gpu["build"]["args"]["TORCH_INDEX"] == ""

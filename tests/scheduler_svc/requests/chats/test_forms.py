@@ -70,6 +70,19 @@ def test_what_transformers_passes_is_kept_where_it_is_shown() -> None:
     assert changes(MISTRAL) == {"shows_system": False, "short_ids": True}, "but in a turn that follows"
 
 
+def test_a_template_that_walks_through_tools_serves_chats_without_any() -> None:
+    """As Hermes 2 Pro's for tools, given as the only one."""
+    walks = "{% for tool in tools %}{{ tool | tojson }};{% endfor %}" + HERMES
+    assert changes(walks) == {"empty_tools": True}
+    assert text_of(walks, [USER]) == text_of(HERMES, [USER])
+    assert text_of(walks, [USER, CALLED, RESULT]) == text_of(HERMES, [USER, CALLED, RESULT])
+    assert "get_weather" in text_of(walks, [USER], tools=TOOLS)
+    needs = "{% if not tools %}{{ raise_exception('tools!') }}{% endif %}" + HERMES
+    assert changes(needs) == {}, "and is refused without, in its own words"
+    with pytest.raises(ChatError, match="tools!"):
+        text_of(needs, [USER])
+
+
 def test_parts_where_a_template_loops_over_them() -> None:
     assert form_of(GUARD).parts == {"user", "assistant", "system", "tool"} - {"tool"}
     assert form_of(GUARD, "string").parts == frozenset()

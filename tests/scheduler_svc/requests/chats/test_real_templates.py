@@ -48,12 +48,6 @@ NO_CALLS = {
 """They show no call, or refuse its result, in any form."""
 BROKEN_WITH_TOOLS: set[str] = set()
 """They refuse tools, with an error of their own."""
-NEED_TOOLS = {
-    "CohereForAI-c4ai-command-r-plus-tool_use",
-    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
-    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
-}
-"""They are chosen with tools alone, where a model has several templates."""
 OWN_TOOLS = "fireworks-ai-llama-3-firefunction-v2"
 """It reads its tools, as text, and the time from arguments of the template, and refuses every chat without them."""
 USER = {"role": "user", "content": "How is the weather in Oslo?"}
@@ -69,8 +63,6 @@ async def chats() -> AsyncIterator[dict[str, ChatRenderer]]:
 
 
 async def text_of(chats: ChatRenderer, messages: list[dict[str, Any]], name: str = "", **options: Any) -> str:
-    if name in NEED_TOOLS:
-        options["tools"] = TOOLS
     if name == OWN_TOOLS:
         options["chat_template_kwargs"] = {"functions": "none", "datetime": "now"}
     return await chats.render(chat_of(messages, **options))

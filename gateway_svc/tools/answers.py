@@ -9,6 +9,7 @@ from typing import Any
 
 from cadenza.structured_outputs import StructuredOutputsParams
 from cadenza_common.grammar.json_schema import OPTIONS, whole_sizes, with_whitespace
+from cadenza_common.grammar.readable import readable
 from gateway_svc.http.errors import bad_request
 from gateway_svc.parsing.formats import Formats
 from gateway_svc.parsing.parts import Role
@@ -96,9 +97,10 @@ def schema_of(given: StructuredOutputsParams, *, with_spaces: bool = False) -> d
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         return None
+    found = readable(schema)
     if not with_spaces:
-        return schema
-    return {**schema, OPTIONS: spaces} if spaces else with_whitespace(schema)
+        return found
+    return {**found, OPTIONS: spaces} if spaces else with_whitespace(found)
 
 
 def _of_lark(grammar: str) -> list[str] | None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cadenza_common.call_formats.syntax import Tags
+from cadenza_common.grammar.schema_kinds import Kinds, kinds_of, resolved
 from gateway_svc.fields.field import as_integers
-from gateway_svc.parsing.argument_kinds import TEXT, Kinds, kinds_of, resolved
+from gateway_svc.parsing.argument_kinds import TEXT
 from gateway_svc.requests.tools import Tool
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal, text_without
 

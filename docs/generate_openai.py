@@ -147,6 +147,9 @@ THOUGHT_ROWS
   ([structured output](structured.md), JSON with `", "` and `": "`). With `auto`, calls of tools with `strict: true` fit
   theirs, and other text is free; with `allowed_tools` only those are called. A tool that no grammar can follow is
   refused with 400, and named.
+- **Objects** of tools' schemas, and of `response_format`, `text.format` and `output_config.format`, have the
+  properties that are named, unless the schema says something about others: so servers of the field read them, and a
+  small model would add some until it is cut. With `structured_outputs` it is `disable_additional_properties`.
 - **Keys of tools and of `tool_choice`** that are not known are refused by name. `cache_control` and
   `eager_input_streaming` are accepted without effect: prefixes are cached, and arguments streamed, by themselves.
   `defer_loading`, `allowed_callers` and `input_examples` are refused unless they ask for nothing, and so are tools of

@@ -9,6 +9,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from cadenza_common.grammar.closing import closed
 from cadenza_common.grammar.gbnf import as_lark
 from cadenza_common.grammar.json_schema import whole_sizes, with_whitespace
 from cadenza_common.grammar.readable import readable
@@ -128,23 +129,11 @@ def _of_schema(spec: GrammarSpec, schema: Any) -> str:
     else:
         schema = with_whitespace(schema)
     if spec.disable_additional_properties:
-        schema = _closed(schema)
+        schema = closed(schema)
     try:
         return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
     except ValueError as error:
         raise GrammarError(short(str(error))) from error
-
-
-def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no further properties, where it names some and says nothing about others."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: _closed(value) for key, value in schema.items()}
-    if isinstance(schema.get("properties"), dict) and not {"additionalProperties", "patternProperties"} & schema.keys():
-        closed["additionalProperties"] = False
-    return closed
 
 
 def _of_tags(spec: GrammarSpec, table: Any) -> str:

@@ -11,12 +11,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from cadenza_common.grammar.closing import CHOICES, NAMED_SCHEMAS
 from cadenza_common.grammar.schema_kinds import kinds_of, resolved
 
 _FORMATS = frozenset("date date-time duration email hostname ipv4 ipv6 time unknown uri uuid".split())
 """What llguidance checks. All others say nothing: in JSON schema a format is a note, which one need not know."""
-_OF_SCHEMAS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
-_OF_NAMED_SCHEMAS = frozenset(("$defs", "definitions", "properties", "patternProperties"))
+_OF_SCHEMAS = (*CHOICES, "prefixItems")
 _SCHEMAS = frozenset(("additionalProperties", "items", "propertyNames"))
 _NAME_NOTES = frozenset(("type", "format", "title", "description", "$comment"))
 _MAX_DEPTH = 64
@@ -63,7 +63,7 @@ class _Rewriter:
     def _inner(self, name: str, value: Any, depth: int) -> Any:
         if name in _SCHEMAS and isinstance(value, Mapping):
             return self._schema(value, depth)
-        if name in _OF_NAMED_SCHEMAS and isinstance(value, Mapping):
+        if name in NAMED_SCHEMAS and isinstance(value, Mapping):
             return {key: self._schema(each, depth) for key, each in value.items()}
         if (name in _OF_SCHEMAS or name == "items") and isinstance(value, list):
             return [self._schema(each, depth) for each in value]

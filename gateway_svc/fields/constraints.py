@@ -86,7 +86,7 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     if not isinstance(inner, dict):
         raise bad_request(f"{where}.json_schema must be an object with a schema", where)
     check_keys(f"{where}.json_schema", inner, _OF_SCHEMAS, where)
-    return {"json": _schema(inner, f"{where}.json_schema", where)}
+    return _json(inner, f"{where}.json_schema", where)
 
 
 def _text(value: Any) -> dict[str, Any] | None:
@@ -116,7 +116,7 @@ def _flat(value: Any, where: str, param: str) -> dict[str, Any] | None:
         raise bad_request(f"{where} must be an object, not {shown(value)}", param)
     if value.get("type") == "json_schema":
         check_keys(where, value, ("type", *_OF_SCHEMAS), param)
-        return {"json": _schema(value, where, param)}
+        return _json(value, where, param)
     return _plain(value, where, param)
 
 
@@ -130,11 +130,12 @@ def _plain(value: dict[str, Any], where: str, param: str) -> dict[str, Any] | No
     raise bad_request(f"{where}.type must be text, json_object or json_schema, not {shown(kind)}", param)
 
 
-def _schema(value: dict[str, Any], where: str, param: str) -> Any:
+def _json(value: dict[str, Any], where: str, param: str) -> dict[str, Any]:
+    """A schema whose objects have the properties that it names, as all these APIs' servers read it."""
     schema = value.get("schema")
     if not isinstance(schema, (dict, bool)):
         raise bad_request(f"{where}.schema must be a JSON schema, not {shown(schema)}", param)
-    return schema
+    return {"json": schema, "disable_additional_properties": True}
 
 
 _READERS = {

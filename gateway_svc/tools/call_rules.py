@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cadenza_common.call_formats.syntax import Body, CallSyntax
+from cadenza_common.grammar.closing import closed
 from cadenza_common.grammar.readable import readable
 from gateway_svc.http.errors import bad_request
 from gateway_svc.parsing.python_call import KEY
@@ -63,7 +64,7 @@ class CallRules:
         if parameters is None or not self._must_fit:
             return {"type": "object"}
         known = readable(parameters)
-        return {"type": "object", **(flat(known) if known.keys() & UNWRITTEN else known)}
+        return {"type": "object", **closed(flat(known) if known.keys() & UNWRITTEN else known)}
 
     def _variants(self, key: re.Pattern[str]) -> list[ObjectSchema]:
         """The properties of the schema and which of them are required, in each of its choices; raises ApiError."""

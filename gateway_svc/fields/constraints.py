@@ -73,10 +73,15 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    """OpenAI's: text, json_object, json_schema; vLLM's structural_tag; llama.cpp's schema beside either JSON type."""
+    """OpenAI's: text, json_object, json_schema; vLLM's structural_tag; llama.cpp's schema beside either JSON type.
+
+    Text Generation Inference's `value` beside json_object, json or regex too, which huggingface_hub sends.
+    """
     if value is None:
         return None
     where = "response_format"
+    if value.get("value") is not None and value.get("type") in ("json_object", "json", "regex"):
+        return _valued(value, where)
     if value.get("schema") is not None and value.get("type") in ("json_object", "json_schema"):
         return _flat({**value, "type": "json_schema"}, where, where)
     if value.get("type") != "json_schema":
@@ -87,6 +92,15 @@ def _response_format(value: Any) -> dict[str, Any] | None:
         raise bad_request(f"{where}.json_schema must be an object with a schema", where)
     check_keys(f"{where}.json_schema", inner, _OF_SCHEMAS, where)
     return _json(inner, f"{where}.json_schema", where)
+
+
+def _valued(value: dict[str, Any], where: str) -> dict[str, Any]:
+    check_keys(where, value, ("type", "value"), where)
+    if value["type"] != "regex":
+        return _json({"schema": value["value"]}, where, where)
+    if not isinstance(value["value"], str):
+        raise bad_request(f"{where}.value must be a regular expression, not {shown(value['value'])}", where)
+    return {"regex": value["value"]}
 
 
 def _text(value: Any) -> dict[str, Any] | None:

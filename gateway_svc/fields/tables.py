@@ -85,7 +85,8 @@ _VLLM_SAMPLING: tuple[Field, ...] = (
 _FORMAT = honoured(
     "response_format",
     "an object",
-    "text, json_object, json_schema (always strict; a schema may stand beside type, as in llama.cpp), structural_tag",
+    "text, json_object, json_schema (always strict; a schema may stand beside type, as in llama.cpp, or be value, as "
+    "in TGI, whose regex is there too), structural_tag",
 )
 
 COMPLETIONS = by_name(

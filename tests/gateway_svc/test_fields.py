@@ -126,6 +126,17 @@ def test_a_schema_may_stand_beside_the_type(kind):
         output_constraint({"response_format": {"type": kind, "schema": "null"}})
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json"])
+def test_a_schema_may_be_the_value_of_a_format(kind):
+    assert output_constraint({"response_format": {"type": kind, "value": {"type": "null"}}}) == OF_NULL
+    found = output_constraint({"response_format": {"type": "regex", "value": "a+"}})
+    assert found == ("response_format", {"regex": "a+"})
+    for wrong in ({"type": kind, "value": 3}, {"type": "regex", "value": {}}, {"type": kind, "value": {}, "x": 1}):
+        with pytest.raises(ApiError) as refused:
+            output_constraint({"response_format": wrong})
+        assert refused.value.param == "response_format"
+
+
 def test_as_many_choices_as_the_scheduler_draws():
     assert MAX_CHOICES == MAX_SAMPLES
 

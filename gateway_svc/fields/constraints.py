@@ -68,8 +68,10 @@ def _of_schema(message: str) -> str:
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
     if value is None or not any(each is not None for each in value.values()):
         return None
-    ids = value.get("start_after_token_ids")
-    return dict(value) if ids is None else {**value, "start_after_token_ids": as_integers(ids)}
+    found = {name: each for name, each in value.items() if each is not None}
+    if "start_after_token_ids" in found:
+        found["start_after_token_ids"] = as_integers(found["start_after_token_ids"])
+    return {"disable_additional_properties": True, **found} if "json" in found else found
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:

@@ -126,6 +126,14 @@ def test_a_schema_may_stand_beside_the_type(kind):
         output_constraint({"response_format": {"type": kind, "schema": "null"}})
 
 
+@pytest.mark.parametrize("is_closed", [None, True, False])
+def test_objects_of_structured_outputs_have_what_is_named_unless_it_says_otherwise(is_closed):
+    given = {"json": {"type": "null"}, "regex": None, "disable_additional_properties": is_closed}
+    found = {"json": {"type": "null"}, "disable_additional_properties": is_closed is not False}
+    assert output_constraint({"structured_outputs": given}) == ("structured_outputs", found)
+    assert output_constraint({"structured_outputs": {"regex": "a"}}) == ("structured_outputs", {"regex": "a"})
+
+
 @pytest.mark.parametrize("kind", ["json_object", "json"])
 def test_a_schema_may_be_the_value_of_a_format(kind):
     assert output_constraint({"response_format": {"type": kind, "value": {"type": "null"}}}) == OF_NULL

@@ -284,6 +284,17 @@ COUNT_TOKENS = by_name(
     ),
 )
 
+INPUT_TOKENS = by_name(
+    tuple(
+        RESPONSES[name]
+        for name in (
+            "model input instructions tools tool_choice parallel_tool_calls reasoning chat_template_kwargs "
+            "conversation previous_response_id truncation"
+        ).split()
+    ),
+    (accepted("text", "an object", "it is no part of the prompt"),),
+)
+
 TOKENIZE = by_name(
     (
         honoured("model", "a string", "as on chat"),
@@ -335,6 +346,7 @@ RENAMED = {
         "max_tokens": "max_output_tokens",
         "grammar": "text",
     },
+    "/v1/responses/input_tokens": {"prompt": "input", "messages": "input"},
     "/v1/messages": {"prompt": "messages", "stop": "stop_sequences", "grammar": "output_config"},
     "/v1/messages/count_tokens": {"prompt": "messages"},
     "/detokenize": {"token_ids": "tokens"},
@@ -347,6 +359,7 @@ APIS = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT,
     "/v1/responses": RESPONSES,
+    "/v1/responses/input_tokens": INPUT_TOKENS,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": COUNT_TOKENS,
     "/tokenize": TOKENIZE,
@@ -360,6 +373,7 @@ REQUIRED = {
     "/v1/completions": ("prompt",),
     "/v1/chat/completions": ("messages",),
     "/v1/responses": ("input",),
+    "/v1/responses/input_tokens": ("input",),
     "/v1/messages": ("messages", "max_tokens"),
     "/v1/messages/count_tokens": ("messages",),
     "/detokenize": ("tokens",),

@@ -114,6 +114,8 @@ class OutputParser:
         self._open_thought = OpenThought(lambda: _call_reader(reading, known), before) if has_open else None
         self._frame = AnswerFrame(*thought.answer) if thought is not None and any(thought.answer) else None
         self._is_parallel, self._has_calls_alone = reading.is_parallel, reading.has_calls_alone
+        self._has_no_content = False
+        """Whether what is left is the beginning of a call, which has no content beside it."""
         self._owners = TokenOwners(self._reader.text_ends) if with_tokens else None
         self.has_calls = False
         """Whether there has been a call."""
@@ -129,6 +131,8 @@ class OutputParser:
     def feed(self, delta: CompletionOutput) -> list[Part]:
         """Take the next delta, which may be the last one; returns the parts that are certain now."""
         pieces = self._reader.feed(delta.text, delta.token_ids, delta.text_ends)
+        is_cut = delta.finished() and delta.finish_reason != "stop"
+        self._has_no_content = is_cut and self._has_calls_alone
         if delta.finished():
             pieces += self._reader.finish()
         parts: list[Part] = []
@@ -139,15 +143,11 @@ class OutputParser:
         if delta.finished():
             for whole in () if self._joiner is None else self._joiner.finish():
                 self._take(whole, parts)
-            self._end_open_thought(parts, is_cut=delta.finish_reason != "stop")
+            self._end_open_thought(parts, is_cut=is_cut)
             for rest in () if self._thought is None else self._thought.finish():
                 self._answer(rest, parts)
             if self._calls is not None:
-                is_cut = delta.finish_reason != "stop"
-                ended = [*self._calls.finish(is_cut=is_cut)]
-                if is_cut and self._has_calls_alone:  # the beginning of a call, which has no content beside it
-                    ended = [part for part in ended if not isinstance(part, Content)]
-                self._add_all(iter(ended), parts)
+                self._add_all(iter([*self._calls.finish(is_cut=is_cut)]), parts)
             for part in () if self._frame is None else self._frame.finish():
                 self._add(part, parts)
         return _joined(parts)
@@ -192,6 +192,8 @@ class OutputParser:
     def _add_all(self, found: Iterator[Part], parts: list[Part]) -> None:
         for part in found:
             if isinstance(part, CallBegin | CallArguments) and part.index and not self._is_parallel:
+                continue
+            if self._has_no_content and isinstance(part, Content):
                 continue
             self.has_calls = self.has_calls or isinstance(part, CallBegin)
             for each in (part,) if self._frame is None else self._frame.feed(part):

@@ -106,10 +106,11 @@ def _valued(value: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(value: Any) -> dict[str, Any] | None:
-    """That of responses: {"format": …}."""
+    """That of responses: {"format": …}; OpenAI's usual verbosity beside it asks for nothing."""
     if value is None:
         return None
-    check_keys("text", value, ("format",), "text")
+    given = {name: each for name, each in value.items() if (name, each) != ("verbosity", "medium")}
+    check_keys("text", given, ("format",), "text")
     return None if value.get("format") is None else _flat(value["format"], "text.format", "text")
 
 

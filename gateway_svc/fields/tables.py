@@ -147,7 +147,7 @@ CHAT = by_name(
             "reasoning_effort", "a string", "an argument of the template; none and low to max say whether it thinks too"
         ),
         honoured("include_reasoning", "a boolean", "false: the thought is left out of the answer"),
-        refused("verbosity", "the model has no such setting", "ignored"),
+        refused("verbosity", "the model has no such setting", "ignored", ("medium",)),
         refused("modalities", _NO_MEDIA, "ignored", (["text"],)),
         refused("audio", _NO_MEDIA, "ignored"),
         refused("media_io_kwargs", _NO_MEDIA, "for media", ({},)),
@@ -200,7 +200,7 @@ RESPONSES = by_name(
         honoured("tool_choice", "a string or an object", "none, auto, required, a function, or allowed_tools"),
         honoured("parallel_tool_calls", "a boolean", "false: one call at most"),
         refused("max_tool_calls", "no tools are called here", "honoured"),
-        honoured("text", "an object", "format: text, json_object, json_schema; no verbosity"),
+        honoured("text", "an object", "format: text, json_object, json_schema; no verbosity but medium"),
         honoured("reasoning", "an object", "effort, as reasoning_effort of chats; thoughts are items, without summary"),
         refused("truncation", "a prompt that is too long is refused", "honoured", ("disabled",)),
         honoured("priority", "an integer", "smaller goes first under --order priority"),

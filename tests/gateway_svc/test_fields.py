@@ -126,6 +126,13 @@ def test_a_schema_may_stand_beside_the_type(kind):
         output_constraint({"response_format": {"type": kind, "schema": "null"}})
 
 
+def test_null_and_the_usual_verbosity_ask_for_nothing():
+    assert read_fields(CHAT, {"no_such_field": None, "best_of": None, "verbosity": "medium", "n": 2}) == {"n": 2}
+    format_ = {"type": "json_schema", "name": "x", "schema": {"type": "null"}}
+    found = output_constraint({"text": {"format": format_, "verbosity": "medium"}})
+    assert found == ("text", OF_NULL[1])
+
+
 @pytest.mark.parametrize("is_closed", [None, True, False])
 def test_objects_of_structured_outputs_have_what_is_named_unless_it_says_otherwise(is_closed):
     given = {"json": {"type": "null"}, "regex": None, "disable_additional_properties": is_closed}

@@ -187,8 +187,8 @@ What coding agents send beside the APIs' fields is read as they mean it.
   string of another server is refused. Its custom tools, as `apply_patch`, are functions with one text to the model, and
   those of a namespace, as an MCP server's, functions with both names (`mcp__idea__open`); calls are answered, and come
   back, as `custom_tool_call` and with `namespace`. The grammar of a custom tool stands in its description, and does not
-  constrain the text; a namespace's description stands in that of its first tool. Tools that a server would call, such
-  as `web_search`, are to be switched off.
+  constrain the text; a namespace's description stands in that of its first tool. Tools that a server would call are
+  to be switched off: `web_search = "disabled"` in its config.toml, without which it asks for a search.
 
 ## Fields
 

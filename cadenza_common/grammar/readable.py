@@ -8,7 +8,7 @@ their discriminator.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cadenza_common.grammar.closing import CHOICES, NAMED_SCHEMAS
@@ -105,7 +105,7 @@ class _Rewriter:
         return [*found.values()]
 
     def _tells_apart(self, name: str, options: list[Any]) -> bool:
-        return _are_disjoint([self._values_of(name, each, set()) for each in options])
+        return _are_disjoint(self._values_of(name, each, set()) for each in options)
 
     def _values_of(self, name: str, option: Any, seen: set[int]) -> set[str] | None:
         """The values, as JSON, that a property of an object may have; None: they are not named."""
@@ -172,7 +172,12 @@ def _values(schema: Any) -> set[str] | None:
     if not isinstance(schema, Mapping):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return {json.dumps(each, sort_keys=True) for each in values} if isinstance(values, list) else None
+    return {json.dumps(_whole(each), sort_keys=True) for each in values} if isinstance(values, list) else None
+
+
+def _whole(value: Any) -> Any:
+    """A value with 3 for 3.0, which it equals."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _named(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -194,8 +199,11 @@ def _is_disjoint(*kinds: str) -> bool:
     return len(kinds) == len(set(kinds)) and not {"integer", "number"} <= set(kinds)
 
 
-def _are_disjoint(sets: list[set[str] | None]) -> bool:
-    """Whether no value is in two; None: all values."""
-    return None not in sets and sum(len(each or ()) for each in sets) == len(
-        set().union(*(each or () for each in sets))
-    )
+def _are_disjoint(sets: Iterable[set[str] | None]) -> bool:
+    """Whether no value is in two; None: all values. Looks no further than it must."""
+    known: set[str] = set()
+    for each in sets:
+        if each is None or known & each:
+            return False
+        known |= each
+    return True

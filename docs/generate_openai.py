@@ -46,6 +46,7 @@ Its options are under [HTTP](options.md#http). `docker compose up` serves it at 
 | `POST /v1/completions` | texts or token ids, one or many; echo, logprobs, n, best_of, streams |
 | `POST /v1/chat/completions` | chats, rendered by the scheduler with the model's own template; streams |
 | `POST /v1/responses` | the same in the newer shape; nothing is stored |
+| `POST /v1/responses/input_tokens` | the number of an input's tokens |
 | `POST /v1/messages`, `/v1/messages/count_tokens` | Anthropic's API |
 | `GET /v1/models`, `/v1/models/NAME` | [names](several-models.md), and the LoRA adapters that the key may see |
 | `POST /tokenize`, `/detokenize` | as vLLM has them |
@@ -147,6 +148,10 @@ THOUGHT_ROWS
   ([structured output](structured.md), JSON with `", "` and `": "`). With `auto`, calls of tools with `strict: true` fit
   theirs, and other text is free; with `allowed_tools` only those are called. A tool that no grammar can follow is
   refused with 400, and named.
+- **Objects** of schemas, those of tools, of `response_format`, `text.format`, `output_config.format` and
+  `structured_outputs.json`, have the properties that are named, unless the schema says something about others: so
+  servers of the field read them, and a small model would add some until it is cut. `structured_outputs` with
+  `disable_additional_properties: false` has any.
 - **Keys of tools and of `tool_choice`** that are not known are refused by name. `cache_control` and
   `eager_input_streaming` are accepted without effect: prefixes are cached, and arguments streamed, by themselves.
   `defer_loading`, `allowed_callers` and `input_examples` are refused unless they ask for nothing, and so are tools of
@@ -182,8 +187,8 @@ What coding agents send beside the APIs' fields is read as they mean it.
   string of another server is refused. Its custom tools, as `apply_patch`, are functions with one text to the model, and
   those of a namespace, as an MCP server's, functions with both names (`mcp__idea__open`); calls are answered, and come
   back, as `custom_tool_call` and with `namespace`. The grammar of a custom tool stands in its description, and does not
-  constrain the text; a namespace's description stands in that of its first tool. Tools that a server would call, such
-  as `web_search`, are to be switched off.
+  constrain the text; a namespace's description stands in that of its first tool. Tools that a server would call are
+  to be switched off: `web_search = "disabled"` in its config.toml, without which it asks for a search.
 
 ## Fields
 

@@ -72,6 +72,7 @@ def make_app(state: State) -> web.Application:
             web.post("/v1/completions", completions.completions),
             web.post("/v1/chat/completions", chat.chat_completions),
             web.post("/v1/responses", responses.responses),
+            web.post("/v1/responses/input_tokens", responses.input_tokens),
             web.post("/v1/messages", messages.messages),
             web.post("/v1/messages/count_tokens", messages.count_tokens),
             web.post("/tokenize", tokens.tokenize),

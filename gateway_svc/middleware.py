@@ -106,7 +106,7 @@ def _path_hint(request: web.Request) -> str:
     """The end of a sentence about an unknown path: the one that it is with /v1 left out, or with more before it."""
     given = request.path.rstrip("/")
     known = sorted(each.canonical for each in request.app.router.resources())
-    near = [path for path in known if given and (path.endswith(given) or given.endswith(path)) and path != given]
+    near = [each for each in known if given and (each.endswith(given) or given.endswith(each)) and each != request.path]
     return f"; did you mean {' or '.join(near)}?" if near else "; /openapi.json has the paths that there are"
 
 

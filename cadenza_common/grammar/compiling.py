@@ -9,8 +9,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from cadenza_common.grammar.closing import closed
 from cadenza_common.grammar.gbnf import as_lark
 from cadenza_common.grammar.json_schema import whole_sizes, with_whitespace
+from cadenza_common.grammar.readable import readable
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.grammar.tags import grammar_of_tags
 
@@ -32,8 +34,15 @@ _MAX_MESSAGE = 500
 _OF_SCHEMA = "failed to compile JSON schema"
 _LISTING = re.compile(r"\n\s*1 \| ")
 """Where a grammar is shown behind an error."""
-_NOT_VERBOSE, _NO_TEXT = "<non-verbose/>", "NoExtensionBias"
-"""In messages of llguidance: that they are short, and its name for a language without a text."""
+_NOT_VERBOSE = "<non-verbose/>"
+"""In messages of llguidance: that they are short."""
+_IN_WORDS = {
+    "NoExtensionBias": "no text fits: it allows nothing, or refers to itself without an end",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
+        "oneOf: a value may fit two of its choices, which is not excluded as a text is written; anyOf is supported"
+    ),
+}
+"""What some of llguidance's messages mean."""
 
 STACK_BYTES = 4 * 2**20
 """Of the thread that compiles a constraint at the door: what passes there has room on an executor's, of 16 times that.
@@ -103,13 +112,15 @@ def short(message: str) -> str:
     """Return a message in one line, cut to a length that an error may have."""
     # A panic of the library comes with its stack.
     line = " ".join(message.partition("<backtrace>")[0].replace(_NOT_VERBOSE, "").split())
-    line = line.replace(_NO_TEXT, "no text fits: it allows nothing, or refers to itself without an end")
+    for theirs, ours in _IN_WORDS.items():
+        line = line.replace(theirs, ours)
     return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + " …"
 
 
 def _of_schema(spec: GrammarSpec, schema: Any) -> str:
     from llguidance import LLMatcher
 
+    schema = readable(schema)
     overrides: JsonCompileOptions = {}
     if spec.disable_any_whitespace:
         overrides["whitespace_flexible"] = False
@@ -118,23 +129,11 @@ def _of_schema(spec: GrammarSpec, schema: Any) -> str:
     else:
         schema = with_whitespace(schema)
     if spec.disable_additional_properties:
-        schema = _closed(schema)
+        schema = closed(schema)
     try:
         return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
     except ValueError as error:
         raise GrammarError(short(str(error))) from error
-
-
-def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no further properties, where it names some and says nothing about others."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: _closed(value) for key, value in schema.items()}
-    if isinstance(schema.get("properties"), dict) and not {"additionalProperties", "patternProperties"} & schema.keys():
-        closed["additionalProperties"] = False
-    return closed
 
 
 def _of_tags(spec: GrammarSpec, table: Any) -> str:

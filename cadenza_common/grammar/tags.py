@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cadenza_common.grammar.json_schema import whole_sizes, with_whitespace
+from cadenza_common.grammar.readable import readable
 
 SpecialId = Callable[[str], int | None]
 """The id of the special token that a text is; None: it is none. Text never matches a special token."""
@@ -140,7 +141,7 @@ def _schema(value: Any, form: str) -> str:
         value = {}
     if not isinstance(value, dict):
         raise ValueError(form)
-    return f"%json {json.dumps(with_whitespace(value))}"
+    return f"%json {json.dumps(with_whitespace(readable(value)))}"
 
 
 def _check_keys(value: dict[str, Any], known: Sequence[str]) -> None:

@@ -68,15 +68,22 @@ def _of_schema(message: str) -> str:
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
     if value is None or not any(each is not None for each in value.values()):
         return None
-    ids = value.get("start_after_token_ids")
-    return dict(value) if ids is None else {**value, "start_after_token_ids": as_integers(ids)}
+    found = {name: each for name, each in value.items() if each is not None}
+    if "start_after_token_ids" in found:
+        found["start_after_token_ids"] = as_integers(found["start_after_token_ids"])
+    return {"disable_additional_properties": True, **found} if "json" in found else found
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    """OpenAI's: text, json_object, json_schema; vLLM's structural_tag; llama.cpp's schema beside either JSON type."""
+    """OpenAI's: text, json_object, json_schema; vLLM's structural_tag; llama.cpp's schema beside either JSON type.
+
+    Text Generation Inference's `value` beside json_object, json or regex too, which huggingface_hub sends.
+    """
     if value is None:
         return None
     where = "response_format"
+    if value.get("value") is not None and value.get("type") in ("json_object", "json", "regex"):
+        return _valued(value, where)
     if value.get("schema") is not None and value.get("type") in ("json_object", "json_schema"):
         return _flat({**value, "type": "json_schema"}, where, where)
     if value.get("type") != "json_schema":
@@ -86,14 +93,24 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     if not isinstance(inner, dict):
         raise bad_request(f"{where}.json_schema must be an object with a schema", where)
     check_keys(f"{where}.json_schema", inner, _OF_SCHEMAS, where)
-    return {"json": _schema(inner, f"{where}.json_schema", where)}
+    return _json(inner, f"{where}.json_schema", where)
+
+
+def _valued(value: dict[str, Any], where: str) -> dict[str, Any]:
+    check_keys(where, value, ("type", "value"), where)
+    if value["type"] != "regex":
+        return _json({"schema": value["value"]}, where, where)
+    if not isinstance(value["value"], str):
+        raise bad_request(f"{where}.value must be a regular expression, not {shown(value['value'])}", where)
+    return {"regex": value["value"]}
 
 
 def _text(value: Any) -> dict[str, Any] | None:
-    """That of responses: {"format": …}."""
+    """That of responses: {"format": …}; OpenAI's usual verbosity beside it asks for nothing."""
     if value is None:
         return None
-    check_keys("text", value, ("format",), "text")
+    given = {name: each for name, each in value.items() if (name, each) != ("verbosity", "medium")}
+    check_keys("text", given, ("format",), "text")
     return None if value.get("format") is None else _flat(value["format"], "text.format", "text")
 
 
@@ -116,7 +133,7 @@ def _flat(value: Any, where: str, param: str) -> dict[str, Any] | None:
         raise bad_request(f"{where} must be an object, not {shown(value)}", param)
     if value.get("type") == "json_schema":
         check_keys(where, value, ("type", *_OF_SCHEMAS), param)
-        return {"json": _schema(value, where, param)}
+        return _json(value, where, param)
     return _plain(value, where, param)
 
 
@@ -130,11 +147,12 @@ def _plain(value: dict[str, Any], where: str, param: str) -> dict[str, Any] | No
     raise bad_request(f"{where}.type must be text, json_object or json_schema, not {shown(kind)}", param)
 
 
-def _schema(value: dict[str, Any], where: str, param: str) -> Any:
+def _json(value: dict[str, Any], where: str, param: str) -> dict[str, Any]:
+    """A schema whose objects have the properties that it names, as all these APIs' servers read it."""
     schema = value.get("schema")
     if not isinstance(schema, (dict, bool)):
         raise bad_request(f"{where}.schema must be a JSON schema, not {shown(schema)}", param)
-    return schema
+    return {"json": schema, "disable_additional_properties": True}
 
 
 _READERS = {

@@ -65,13 +65,15 @@ def by_name(*parts: Sequence[Field]) -> dict[str, Field]:
 
 
 def read_fields(table: Mapping[str, Field], body: Mapping[str, Any]) -> dict[str, Any]:
-    """The honoured fields of a request that are given; null is as if absent.
+    """The honoured fields of a request that are given; null is as if absent, whatever the name.
 
     Raises ApiError for unknown and refused fields, and for values of a wrong type.
     """
     values: dict[str, Any] = {}
     for name, value in body.items():
         field = table.get(name)
+        if field is None and value is None:
+            continue
         if field is None:
             known = [each.name for each in table.values() if each.use is not Use.REFUSED]
             raise bad_request(

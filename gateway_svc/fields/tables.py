@@ -85,7 +85,8 @@ _VLLM_SAMPLING: tuple[Field, ...] = (
 _FORMAT = honoured(
     "response_format",
     "an object",
-    "text, json_object, json_schema (always strict; a schema may stand beside type, as in llama.cpp), structural_tag",
+    "text, json_object, json_schema (always strict; a schema may stand beside type, as in llama.cpp, or be value, as "
+    "in TGI, whose regex is there too), structural_tag",
 )
 
 COMPLETIONS = by_name(
@@ -146,7 +147,7 @@ CHAT = by_name(
             "reasoning_effort", "a string", "an argument of the template; none and low to max say whether it thinks too"
         ),
         honoured("include_reasoning", "a boolean", "false: the thought is left out of the answer"),
-        refused("verbosity", "the model has no such setting", "ignored"),
+        refused("verbosity", "the model has no such setting", "ignored", ("medium",)),
         refused("modalities", _NO_MEDIA, "ignored", (["text"],)),
         refused("audio", _NO_MEDIA, "ignored"),
         refused("media_io_kwargs", _NO_MEDIA, "for media", ({},)),
@@ -199,7 +200,7 @@ RESPONSES = by_name(
         honoured("tool_choice", "a string or an object", "none, auto, required, a function, or allowed_tools"),
         honoured("parallel_tool_calls", "a boolean", "false: one call at most"),
         refused("max_tool_calls", "no tools are called here", "honoured"),
-        honoured("text", "an object", "format: text, json_object, json_schema; no verbosity"),
+        honoured("text", "an object", "format: text, json_object, json_schema; no verbosity but medium"),
         honoured("reasoning", "an object", "effort, as reasoning_effort of chats; thoughts are items, without summary"),
         refused("truncation", "a prompt that is too long is refused", "honoured", ("disabled",)),
         honoured("priority", "an integer", "smaller goes first under --order priority"),
@@ -283,6 +284,17 @@ COUNT_TOKENS = by_name(
     ),
 )
 
+INPUT_TOKENS = by_name(
+    tuple(
+        RESPONSES[name]
+        for name in (
+            "model input instructions tools tool_choice parallel_tool_calls reasoning chat_template_kwargs "
+            "conversation previous_response_id truncation"
+        ).split()
+    ),
+    (accepted("text", "an object", "it is no part of the prompt"),),
+)
+
 TOKENIZE = by_name(
     (
         honoured("model", "a string", "as on chat"),
@@ -334,6 +346,7 @@ RENAMED = {
         "max_tokens": "max_output_tokens",
         "grammar": "text",
     },
+    "/v1/responses/input_tokens": {"prompt": "input", "messages": "input"},
     "/v1/messages": {"prompt": "messages", "stop": "stop_sequences", "grammar": "output_config"},
     "/v1/messages/count_tokens": {"prompt": "messages"},
     "/detokenize": {"token_ids": "tokens"},
@@ -346,6 +359,7 @@ APIS = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT,
     "/v1/responses": RESPONSES,
+    "/v1/responses/input_tokens": INPUT_TOKENS,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": COUNT_TOKENS,
     "/tokenize": TOKENIZE,
@@ -359,6 +373,7 @@ REQUIRED = {
     "/v1/completions": ("prompt",),
     "/v1/chat/completions": ("messages",),
     "/v1/responses": ("input",),
+    "/v1/responses/input_tokens": ("input",),
     "/v1/messages": ("messages", "max_tokens"),
     "/v1/messages/count_tokens": ("messages",),
     "/detokenize": ("tokens",),

@@ -1,4 +1,4 @@
-"""POST /v1/responses: nothing is stored."""
+"""POST /v1/responses, of which nothing is stored, and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -13,20 +13,30 @@ from cadenza.outputs import CompletionOutput, RequestOutput
 from gateway_svc.answering import answer_chat
 from gateway_svc.http.errors import ApiError, openai_body
 from gateway_svc.http.sending import named_event
+from gateway_svc.models import check_model
 from gateway_svc.openai.logprobs import TokenNames, chat_logprobs
 from gateway_svc.openai.response_items import ResponseItems
 from gateway_svc.openai.usage import completion_tokens, prompt_tokens
 from gateway_svc.parsing.output import OutputParser, Reading
 from gateway_svc.parsing.parts import Content, Part
 from gateway_svc.requests.request import ResponsesRequest
-from gateway_svc.requests.responses import read_response
+from gateway_svc.requests.responses import read_input, read_response
 from gateway_svc.scheduler.generation import Generation
 from gateway_svc.scheduler.inbox import Taken
+from gateway_svc.state import STATE
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
     """Answer an input."""
     return await answer_chat(request, read_response, _Response)
+
+
+async def input_tokens(request: web.Request) -> web.Response:
+    """The number of an input's tokens, as a prompt."""
+    asked, state, caller = await request.app[STATE].asked(request, read_input, generates=False)
+    await check_model(state.names, asked.model, caller)
+    count = len(await caller.tokenize(asked.prompt))
+    return web.json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 @dataclass(frozen=True, slots=True)

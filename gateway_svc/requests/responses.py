@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses."""
+"""Bodies of /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gateway_svc.fields.constraints import output_constraint
 from gateway_svc.fields.field import check_kind, read_fields, wrong_value
 from gateway_svc.fields.limits import MAX_METADATA, check_entries
 from gateway_svc.fields.sampling import answer_id, check_stream_options, require, sampling_params, unset_sampling
-from gateway_svc.fields.tables import RESPONSES
+from gateway_svc.fields.tables import INPUT_TOKENS, RESPONSES
 from gateway_svc.http.errors import bad_request
-from gateway_svc.requests.request import ResponsesRequest, TextFormat
+from gateway_svc.requests.request import PromptQuery, ResponsesRequest, TextFormat
 from gateway_svc.requests.response_input import response_prompt
 from gateway_svc.requests.tools import response_tools
 
@@ -55,6 +55,14 @@ def read_response(body: Mapping[str, Any]) -> ResponsesRequest:
         safety_identifier=values.get("safety_identifier"),
         carries_thought=_THOUGHTS in include,
     )
+
+
+def read_input(body: Mapping[str, Any]) -> PromptQuery:
+    """Read a request for the number of an input's tokens; raises ApiError."""
+    values = read_fields(INPUT_TOKENS, body)
+    require(values, "input")
+    _check_reasoning(values.get("reasoning", {}))
+    return PromptQuery(model=values.get("model"), prompt=response_prompt(values, response_tools(values)))
 
 
 def _num_top(include: Sequence[str], number: int | None) -> int | None:

@@ -309,7 +309,8 @@ def _flat_tool(value: Any, where: str, namespace: str | None) -> Tool:
     kind = value.get("type", "function") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and kind != "function":
         known = "function or custom" if namespace else "function, custom or namespace"
-        raise _wrong(where, f"must be of type {known}, not {shown(kind)}")
+        hint = "" if kind == "namespace" else ": no tools are called here, so the program must leave it out"
+        raise _wrong(where, f"must be of type {known}, not {shown(kind)}{hint}")
     function = _check_function(value, where, _FLAT_KEYS)
     return replace(_tool(function, where, "parameters"), namespace=namespace)
 

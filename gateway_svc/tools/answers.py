@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from cadenza.structured_outputs import StructuredOutputsParams
+from cadenza_common.grammar.closing import closed
 from cadenza_common.grammar.json_schema import OPTIONS, whole_sizes, with_whitespace
+from cadenza_common.grammar.readable import readable
 from gateway_svc.http.errors import bad_request
 from gateway_svc.parsing.formats import Formats
 from gateway_svc.parsing.parts import Role
@@ -85,7 +87,7 @@ def schema_of(given: StructuredOutputsParams, *, with_spaces: bool = False) -> d
         spaces["whitespace_flexible"] = False
     elif given.whitespace_pattern:
         spaces["whitespace_pattern"] = given.whitespace_pattern
-    if given.disable_additional_properties or (spaces and not with_spaces):
+    if spaces and not with_spaces:
         return None
     if given.json_object:
         schema: Any = {"type": "object"}
@@ -96,9 +98,10 @@ def schema_of(given: StructuredOutputsParams, *, with_spaces: bool = False) -> d
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         return None
+    found = closed(readable(schema)) if given.disable_additional_properties else readable(schema)
     if not with_spaces:
-        return schema
-    return {**schema, OPTIONS: spaces} if spaces else with_whitespace(schema)
+        return found
+    return {**found, OPTIONS: spaces} if spaces else with_whitespace(found)
 
 
 def _of_lark(grammar: str) -> list[str] | None:

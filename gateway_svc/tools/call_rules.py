@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from cadenza_common.call_formats.syntax import Body, CallSyntax
+from cadenza_common.grammar.closing import closed
+from cadenza_common.grammar.readable import readable
 from gateway_svc.http.errors import bad_request
 from gateway_svc.parsing.python_call import KEY
 from gateway_svc.requests.tools import Tool
 from gateway_svc.tools.lark import MarkedText, compact_json, literal
-from gateway_svc.tools.object_schemas import CHOICES, UNWRITTEN, ObjectSchema, flat, object_variants, with_any_of
+from gateway_svc.tools.object_schemas import CHOICES, UNWRITTEN, ObjectSchema, flat, object_variants
 from gateway_svc.tools.value_rules import TreeRules, TypedRules
 from gateway_svc.tools.xml_arguments import TAG_KEY, TREE_KEY, TYPED_KEY, TagRules, argument_schema
 
@@ -61,8 +63,8 @@ class CallRules:
         parameters = self._tool.parameters
         if parameters is None or not self._must_fit:
             return {"type": "object"}
-        known: dict[str, Any] = with_any_of(parameters, parameters)
-        return {"type": "object", **(flat(known) if known.keys() & UNWRITTEN else known)}
+        known = readable(parameters)
+        return {"type": "object", **closed(flat(known) if known.keys() & UNWRITTEN else known)}
 
     def _variants(self, key: re.Pattern[str]) -> list[ObjectSchema]:
         """The properties of the schema and which of them are required, in each of its choices; raises ApiError."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cadenza_common.grammar.json_schema import OPTIONS, whole_sizes
+from cadenza_common.grammar.readable import readable
 
 ANY_TEXT = "(?s:.*)"
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -22,7 +23,7 @@ def literal(text: str) -> str:
 
 def compact_json(schema: Mapping[str, Any]) -> str:
     """The JSON of a schema, compact."""
-    text = json.dumps({**schema, OPTIONS: _COMPACT}, ensure_ascii=False)
+    text = json.dumps({**readable(schema), OPTIONS: _COMPACT}, ensure_ascii=False)
     if ".0" in text:
         text = json.dumps(json.loads(text, object_hook=whole_sizes), ensure_ascii=False)
     return f"%json {text}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from gateway_svc.parsing.argument_kinds import kinds_of, resolved
+from cadenza_common.grammar.schema_kinds import resolved
 
 CHOICES = frozenset(("allOf", "anyOf", "oneOf"))
 _KNOWN = frozenset(("type", "properties", "required", "dependentRequired", "minProperties", "maxProperties"))
@@ -23,6 +23,7 @@ _NO_MATTER = frozenset(
 UNWRITTEN = frozenset(("dependentRequired", "propertyNames", "oneOf"))
 """Keys of an object's schema that llguidance does not know."""
 _MAX_VARIANTS = 16
+_MAX_PARTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +38,58 @@ class ObjectSchema:
 
 def object_variants(schema: Any, root: Mapping[str, Any]) -> list[ObjectSchema]:
     """The choices of a schema; raises ValueError for a key that cannot be kept to."""
+    return _variants(schema, root, {})
+
+
+def _variants(schema: Any, root: Mapping[str, Any], known: dict[int, list[ObjectSchema] | None]) -> list[ObjectSchema]:
+    """known: those of the schemas that were met, by their identity; None while they are looked for."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise ValueError("a schema that allows no object")
+    place = id(schema)
+    if place not in known:
+        if len(known) >= _MAX_PARTS:
+            raise ValueError("a schema of so many parts")
+        known[place] = None
+        known[place] = _own_variants(schema, root, known)
+    found = known[place]
+    if found is None:
+        raise ValueError("a schema that is a choice of its own")
+    return found
+
+
+def _own_variants(
+    schema: Mapping[str, Any], root: Mapping[str, Any], known: dict[int, list[ObjectSchema] | None]
+) -> list[ObjectSchema]:
     unknown = sorted(key for key in schema.keys() - _KNOWN - _NO_MATTER - CHOICES if not key.startswith("x-"))
     if unknown:
         raise ValueError(unknown[0][:64])
     own = ObjectSchema(schema.get("properties") or {}, _required(schema))
     found = [own]
     for key in sorted(CHOICES & schema.keys()):
-        parts = [object_variants(each, root) for each in schema[key]]
-        options = [*map(_joined, product(*parts))] if key == "allOf" else [each for part in parts for each in part]
+        parts = [_variants(each, root, known) for each in schema[key]]
+        options = _all_of(parts) if key == "allOf" else [each for part in parts for each in part]
         if key == "oneOf":
             every = frozenset().union(*(each.required for each in options))
             options = [replace(each, excluded=each.excluded | every - each.required) for each in options]
-        found = [_joined(pair) for pair in product(found, options)]
-        if len(found) > _MAX_VARIANTS:
-            raise ValueError(f"{key} with so many choices")
+        found = _pairs(found, options)
     least, most = schema.get("minProperties", 0), schema.get("maxProperties")
     if any(len(each.required) < least or (most is not None and len(each.properties) > most) for each in found):
         raise ValueError("a number of properties")
     return found
+
+
+def _all_of(parts: list[list[ObjectSchema]]) -> list[ObjectSchema]:
+    found = [ObjectSchema({}, frozenset())]
+    for part in parts:
+        found = _pairs(found, part)
+    return found
+
+
+def _pairs(some: list[ObjectSchema], others: list[ObjectSchema]) -> list[ObjectSchema]:
+    if len(some) * len(others) > _MAX_VARIANTS:
+        raise ValueError("a schema of so many choices")
+    return [_joined(pair) for pair in product(some, others)]
 
 
 def _required(schema: Mapping[str, Any]) -> frozenset[str]:
@@ -109,18 +141,3 @@ def flat(schema: Mapping[str, Any]) -> dict[str, Any]:
         for each in found
     ]
     return {**(options[0] if len(options) == 1 else {"anyOf": options}), **shared}
-
-
-def with_any_of(value: Any, root: Mapping[str, Any], depth: int = 32) -> Any:
-    """A schema in which choices of one are choices of any where their types exclude each other: these are known."""
-    if isinstance(value, list):
-        return [with_any_of(each, root, depth - 1) for each in value] if depth else value
-    if not isinstance(value, Mapping) or not depth:
-        return value
-    found = {name: with_any_of(each, root, depth - 1) for name, each in value.items()}
-    options = found.get("oneOf")
-    if isinstance(options, list) and "anyOf" not in found:
-        kinds = [kind for each in options for kind in {*kinds_of(each, root)} or {"integer", "number"}]
-        if len(kinds) == len(set(kinds)) and not {"integer", "number"} <= set(kinds):
-            found["anyOf"] = found.pop("oneOf")
-    return found

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cadenza_common.call_formats.syntax import CallSyntax
-from gateway_svc.parsing.argument_kinds import kinds_of, resolved
+from cadenza_common.grammar.schema_kinds import kinds_of, resolved
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal
 from gateway_svc.tools.xml_arguments import (
     NOTES,

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cadenza_common.call_formats.syntax import Tags
+from cadenza_common.grammar.closing import closed
+from cadenza_common.grammar.schema_kinds import Kinds, kinds_of, resolved
 from gateway_svc.fields.field import as_integers
-from gateway_svc.parsing.argument_kinds import TEXT, Kinds, kinds_of, resolved
+from gateway_svc.parsing.argument_kinds import TEXT
 from gateway_svc.requests.tools import Tool
 from gateway_svc.tools.lark import ANY_TEXT, MarkedText, compact_json, expression, literal, text_without
 
@@ -220,7 +222,7 @@ def argument_schema(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> dict
     if _refers(found):
         others = {name: _moved(value) for name, value in whole.items() if name not in _SHARED}
         found["$defs"] = {**found.get("$defs", {}), _WHOLE: others}
-    return found
+    return closed(found)
 
 
 def _moved(value: Any, depth: int = _MAX_DEPTH) -> Any:

@@ -18,7 +18,8 @@ _OURS = {name for config in _CONFIGS for name in config.model_fields} | {each.na
 
 
 def test_each_counterpart_is_a_name_here_and_no_other_name_is():
-    assert set(_ELSEWHERE.values()) - _OURS == {"executors", "num_requests", "prompt"}, "of commands and requests"
+    of_requests = {"chat_template_kwargs", "prompt"}
+    assert set(_ELSEWHERE.values()) - _OURS == {"executors", "num_requests"} | of_requests, "of commands and requests"
     assert set(_ELSEWHERE) & _OURS == {"max_tokens"}, "of requests, for those who give it to a server"
     assert not set(_WHY_NOT) & (_OURS | set(_ELSEWHERE))
 
@@ -49,3 +50,6 @@ def test_known_names_come_in_their_own_form():
     assert suggestion("num_predict", ["max_tokens", "n"]) == "; here it is max_tokens"
     assert suggestion("num_ctx", ["n", "seed"]) == "", "where there is no counterpart"
     assert suggestion("cache_prompt", ["cache_salt"]) == ": prefixes are cached by themselves"
+    assert suggestion("enable_thinking", ["chat_template_kwargs"]) == "; here it is chat_template_kwargs"
+    assert suggestion("regex", ["structured_outputs"]) == "; here it is structured_outputs"
+    assert suggestion("do_sample", ["top_k"]) == ": a temperature of 0 is greedy"

@@ -9,16 +9,20 @@ import pytest
 from cadenza import Client, LocalServices, SamplingParams
 from tests.clients.asking import MAX_TOKENS, MODEL, PROMPTS, QUESTION, Answers, Server
 
-TEMPLATE = """
+TEMPLATE = r"""
 {{- bos_token }}
+{%- if tools %}{{- "<|system|>" + (tools | tojson) + eos_token }}{% endif %}
 {%- for message in messages %}
     {{- "<|" + ("user" if message.role == "tool" else message.role) + "|>" + (message.content or "") }}
-    {%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\n{"name": ' + (call.function.name | tojson) }}
+        {{- ', "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}
+    {%- endfor %}
     {{- eos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<|assistant|>" }}{% endif %}
 """
-"""The demo's own, and results of tools, which it does not know."""
+"""The demo's own, with tools and their results, which it does not know."""
 
 
 @pytest.fixture(scope="session")

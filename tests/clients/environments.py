@@ -37,6 +37,7 @@ class Packages:
 PYTHON: dict[str, Packages] = {
     "litellm": Packages(("litellm==1.83.0",)),
     "langchain": Packages(("langchain-openai==1.7.4",)),
+    "pydantic-ai": Packages(("pydantic-ai-slim[openai,anthropic]==2.62.0",)),
     "aiperf": Packages(("aiperf==0.13.0",)),
     "guidellm": Packages(("guidellm==0.8.1",), needs_torch=True),
     "triton": Packages(("tritonclient[grpc]==2.73.0",)),

@@ -1,4 +1,4 @@
-"""litellm and langchain-openai, unmodified, in environments of their own."""
+"""litellm, langchain-openai and pydantic-ai, unmodified, in environments of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.clients.asking import CALLS, PROMPTS, python_of, run, run_program
+from tests.clients.asking import CALLS, MAX_TOKENS, PROMPTS, python_of, run, run_program
 from tests.helpers.paths import ROOT
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
@@ -44,3 +44,14 @@ def test_the_langchain_lines_of_the_page_on_questions(server, tmp_path):
     (program,) = re.findall(r"^```python\n(from langchain.*?)^```$", page, re.S | re.M)
     program = program.replace("http://127.0.0.1:8000", server.url).replace("cadenza-demo", server.name)
     assert len(run(python_of("langchain"), "-c", program, cwd=tmp_path)) > 10
+
+
+def test_pydantic_ai(server, answers, tmp_path):
+    """What it makes has passed its own checks: of a tagged union, a dict of known keys, and a format of its own."""
+    found = run_program(python_of("pydantic-ai"), "with_pydantic_ai.py", server, tmp_path)
+    assert len(found["made"]) == 5
+    for owner in found["made"]:
+        assert set(owner) == {"pet", "rooms", "secret"}
+        assert set(owner["pet"]) in ({"kind", "lives"}, {"kind", "is_good"})
+    assert found["text"] == answers.chat
+    assert 0 < found["tokens"] <= MAX_TOKENS

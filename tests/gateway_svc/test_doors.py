@@ -107,6 +107,7 @@ async def test_metrics_are_the_gateways_and_the_schedulers(w, g):
         ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
         ("/openai/v1/models/", "did you mean /v1/models?"),
         ("/v1/tokenize", "did you mean /tokenize?"),
+        ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),
         ("/completion", "/openapi.json has the paths that there are"),
         ("/", "/openapi.json has the paths that there are"),
     ],

@@ -29,6 +29,7 @@ OPENAI_COMPLETIONS = (
     "stream_options suffix temperature top_p user"
 ).split()
 
+OF_NULL = ("response_format", {"json": {"type": "null"}, "disable_additional_properties": True})
 
 VLLM_LATER = (
     "watermarking truncation_side logprob_token_ids routed_experts_prompt_start return_token_offsets mm_payload "
@@ -114,15 +115,41 @@ def test_no_key_of_a_format_is_ignored(values):
 def test_a_format_may_have_a_name_and_nulls():
     schema = {"name": "x", "description": "y", "strict": True, "schema": {"type": "null"}}
     format_ = {"type": "json_schema", "json_schema": schema, "unused": None}
-    assert output_constraint({"response_format": format_}) == ("response_format", {"json": {"type": "null"}})
+    assert output_constraint({"response_format": format_}) == OF_NULL
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
 def test_a_schema_may_stand_beside_the_type(kind):
     found = output_constraint({"response_format": {"type": kind, "schema": {"type": "null"}, "json_schema": None}})
-    assert found == ("response_format", {"json": {"type": "null"}})
+    assert found == OF_NULL
     with pytest.raises(ApiError, match=r"response_format.schema must be a JSON schema, not 'null'"):
         output_constraint({"response_format": {"type": kind, "schema": "null"}})
+
+
+def test_null_and_the_usual_verbosity_ask_for_nothing():
+    assert read_fields(CHAT, {"no_such_field": None, "best_of": None, "verbosity": "medium", "n": 2}) == {"n": 2}
+    format_ = {"type": "json_schema", "name": "x", "schema": {"type": "null"}}
+    found = output_constraint({"text": {"format": format_, "verbosity": "medium"}})
+    assert found == ("text", OF_NULL[1])
+
+
+@pytest.mark.parametrize("is_closed", [None, True, False])
+def test_objects_of_structured_outputs_have_what_is_named_unless_it_says_otherwise(is_closed):
+    given = {"json": {"type": "null"}, "regex": None, "disable_additional_properties": is_closed}
+    found = {"json": {"type": "null"}, "disable_additional_properties": is_closed is not False}
+    assert output_constraint({"structured_outputs": given}) == ("structured_outputs", found)
+    assert output_constraint({"structured_outputs": {"regex": "a"}}) == ("structured_outputs", {"regex": "a"})
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json"])
+def test_a_schema_may_be_the_value_of_a_format(kind):
+    assert output_constraint({"response_format": {"type": kind, "value": {"type": "null"}}}) == OF_NULL
+    found = output_constraint({"response_format": {"type": "regex", "value": "a+"}})
+    assert found == ("response_format", {"regex": "a+"})
+    for wrong in ({"type": kind, "value": 3}, {"type": "regex", "value": {}}, {"type": kind, "value": {}, "x": 1}):
+        with pytest.raises(ApiError) as refused:
+            output_constraint({"response_format": wrong})
+        assert refused.value.param == "response_format"
 
 
 def test_as_many_choices_as_the_scheduler_draws():

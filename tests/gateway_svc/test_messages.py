@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, and /tokenize and /detokenize."""
+"""POST /v1/messages and /v1/messages/count_tokens, as /v1/responses/input_tokens, and /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ async def test_a_message(w, g):
     assert usage["output_tokens"] == 3
     counted = await g.post(f"{PATH}/count_tokens", {name: BODY[name] for name in ("model", "messages", "system")})
     assert counted == {"input_tokens": len(rendered)}
+    asked = {"model": "toy", "input": [USER], "instructions": "Be brief.", "text": {"format": {"type": "json_object"}}}
+    counted = await g.post("/v1/responses/input_tokens", asked)
+    assert counted == {"object": "response.input_tokens", "input_tokens": len(rendered)}
+    for wrong, param in (({"input": 3}, "input"), ({}, "input"), ({"input": "x", "previous_response_id": "r"}, None)):
+        error = (await g.post("/v1/responses/input_tokens", wrong, 400))["error"]
+        assert error["param"] == (param or "previous_response_id")
 
 
 async def test_a_streamed_message_has_anthropics_events(simulated):

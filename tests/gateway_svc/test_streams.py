@@ -150,6 +150,7 @@ async def test_a_restarted_scheduler_is_a_pause(tmp_path, tokenizer_folder):
 CALLS = {
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [5, 6, 7]},
+    "/v1/responses/input_tokens": {"input": "Hello"},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hello"}]},
     PATH: {"prompt": [5, 6, 7], "echo": True, "max_tokens": 1, "seed": 1},
 }

@@ -11,7 +11,8 @@ import re
 from collections.abc import Collection, Mapping
 
 from cadenza_common.call_formats.syntax import Tags
-from gateway_svc.parsing.argument_kinds import TEXT, Kinds, fits
+from cadenza_common.grammar.schema_kinds import Kinds
+from gateway_svc.parsing.argument_kinds import TEXT, fits
 from gateway_svc.parsing.literals import FAIL, MORE, Codes
 from gateway_svc.parsing.python_call import WORDS, PythonArguments, json_string
 

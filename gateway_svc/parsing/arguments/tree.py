@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway_svc.parsing.argument_kinds import TEXT, Kinds, fits
+from cadenza_common.grammar.schema_kinds import Kinds
+from gateway_svc.parsing.argument_kinds import TEXT, fits
 from gateway_svc.parsing.arguments.tagged import ArgumentKinds
 from gateway_svc.parsing.literals import Codes
 

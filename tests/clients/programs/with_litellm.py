@@ -20,9 +20,9 @@ for provider in ("openai", "hosted_vllm"):
         "tokens": whole.usage.completion_tokens,
         "streamed_tokens": chunks[-1].usage.completion_tokens,
     }
-# Not as hosted_vllm, which takes additionalProperties out of schemas.
+# As hosted_vllm it takes additionalProperties out of schemas: objects have what is named without.
 tools = {
-    "model": f"openai/{asked['model']}",
+    "model": f"hosted_vllm/{asked['model']}",
     "tools": [{"type": "function", "function": asked["tool"]}],
     "tool_choice": "required",
     "parallel_tool_calls": False,

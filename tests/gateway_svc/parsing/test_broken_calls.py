@@ -127,3 +127,11 @@ def test_a_cut_call_is_content_unless_the_answer_must_be_calls(style):
         reading = Reading(formats("hermes", style), NAMES, has_calls_alone=must)
         assert message_of(parse(reading, [whole(tokens, "length")])).content == content
         assert message_of(parse(reading, [whole(tokens)])).content == OPEN + text
+
+
+def test_a_marker_that_is_cut_within_its_text_is_content_unless_the_answer_must_be_calls():
+    tokens = [*map(Token, OPEN[:6])]
+    for must, content in ((False, OPEN[:6]), (True, None)):
+        reading = Reading(formats("hermes", "plain"), NAMES, has_calls_alone=must)
+        assert message_of(parse(reading, [whole(tokens, "length")])).content == content
+        assert message_of(parse(reading, deltas(tokens, [1] * len(tokens), [], "length"))).content == content

@@ -16,7 +16,7 @@ from cadenza_common.call_formats.names import ReasoningFormat, ToolFormat
 from cadenza_common.call_formats.syntax import Body, CallSyntax
 from cadenza_common.call_formats.thoughts import THOUGHTS, THOUGHTS_BY_NAME
 from cadenza_common.call_formats.writing import written_calls, written_thought
-from gateway_svc.parsing.argument_kinds import kind_of_value
+from cadenza_common.grammar.schema_kinds import kind_of_value
 from gateway_svc.parsing.formats import Formats, find_formats
 from gateway_svc.parsing.output import Reading
 from gateway_svc.parsing.reasoning import Opening

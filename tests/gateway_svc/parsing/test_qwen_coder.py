@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway_svc.parsing.argument_kinds import kinds_of
+from cadenza_common.grammar.schema_kinds import kinds_of
 from gateway_svc.parsing.output import Message, Reading
 from gateway_svc.parsing.parts import CallArguments
 from tests.gateway_svc.parsing.test_streamed_parts import IDS, TEXT, cut, formats, tokens_of

@@ -317,7 +317,7 @@ def test_the_text_of_a_custom_call(arguments, text):
 @pytest.mark.parametrize(
     ("tool", "message"),
     [
-        ({"type": "web_search"}, "tools[0] must be of type function, custom or namespace, not 'web_search'"),
+        ({"type": "web_search"}, "tools[0] must be of type function, custom or namespace, not 'web_search': no tools"),
         ({**GROUP, "tools": [GROUP]}, "tools[0].tools[0] must be of type function or custom, not 'namespace'"),
         ({**GROUP, "tools": {}}, "tools[0].tools must be a list"),
         ({**GROUP, "name": None}, "tools[0] must have a name"),

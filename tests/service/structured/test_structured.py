@@ -203,7 +203,14 @@ async def test_forced_tokens_are_drafts(model: Path, tmp_path: Path) -> None:
     draft = str(make_llama(tmp_path / "draft", tokenizer=True, vocab_size=300, seed=7))
     head = str(make_head(tmp_path / "head", HeadShape("old", {"vocab_size": 300})))
     found = []
-    for kind, drafter in [("off", ""), ("ngram", ""), ("suffix", ""), ("draft", draft), ("eagle3", head), ("auto", draft)]:
+    for kind, drafter in [
+        ("off", ""),
+        ("ngram", ""),
+        ("suffix", ""),
+        ("draft", draft),
+        ("eagle3", head),
+        ("auto", draft),
+    ]:
         options: dict[str, Any] = {"speculative": kind, "num_speculative_tokens": 8}
         options |= {"speculative_model": drafter} if drafter else {}
         async with (

@@ -264,8 +264,9 @@ class GpuDevice:
         blocks, rest = divmod(pages, layout.num_tables)
         num_draft_layers = len(draft.layers)
         return GpuKVCache(
-            layout, blocks, config.num_cpu_blocks, self.torch_device, num_draft_layers, num_state_pages=rest
-        )
+            layout, blocks, config.num_cpu_blocks, self.torch_device, num_draft_layers, num_state_pages=rest,
+            by_torch=self._kernels.step_ways.copies_by_torch,
+        )  # fmt: skip
 
     def _bytes_for_kv(self, config: ExecutorConfig, beside: int) -> int:
         """Return the bytes left for the pool, after `beside` bytes and everything in memory."""

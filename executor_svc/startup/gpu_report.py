@@ -85,7 +85,7 @@ class StartReport:
 
 
 def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, draft: Draft | None) -> bool:
-    """Compare the kernels of a model, and of its draft model or head, with references, on a GPU where none has been.
+    """Compare the kernels of a model, of its draft model or head, and of what surrounds it in steps, with references.
 
     With --kernel-checks report what is wrong is logged, with off nothing is compared. Raises KernelError, naming what
     has no right way to be computed. Models through transformers and ranks are not compared. Returns whether steps are
@@ -97,6 +97,7 @@ def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, d
         _log.warning("kernels: not compared (--kernel-checks off); wrong ones would give wrong tokens")
         return True
     from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
+    from executor_svc.gpu.checks.steps.step_check import StepCheck
     from executor_svc.gpu.device import GpuDevice
 
     assert isinstance(device, GpuDevice)
@@ -104,7 +105,8 @@ def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, d
     models = [ModelCheck(loaded, device, config, device.choices, layers)]
     if draft is not None:
         models.append(ModelCheck(loaded, device, config, device.choices, layers, draft.model))
-    return not compare_models(models).is_slow
+    steps = StepCheck(loaded, device, config, device.choices, layers)
+    return not compare_models(models, steps).is_slow
 
 
 def memory_text(parts: list[MemoryPart], used: int, total: int, bound: int) -> str:

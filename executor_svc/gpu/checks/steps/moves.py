@@ -105,7 +105,7 @@ def states_reason(step: CheckedStep) -> str | None:
     kept = slots.state.numbers.clone()
     plan.begin(sizes.num_seqs, sizes.num_tokens, pool)
     plan.end(pool)
-    failed = slots.state.numbers[PROMPT_FAILED.value, : limits.num_slots].cpu()
+    failed = slots.state.numbers[PROMPT_FAILED.value, : limits.num_slots].clone()
     slots.state.numbers.copy_(kept)
     folded, owners = np.zeros(sizes.num_seqs, np.int64), np.full(sizes.num_tokens, -1)
     index = np.flatnonzero(np.isin(step.planned.slots, live))

@@ -1,0 +1,173 @@
+"""Compares what steps do around a model on the GPU at hand, before anything is served: slots, sampling, moves.
+
+Made-up requests with every parameter of sampling go through some steps in slots of their own, of the sizes of the
+model's: the same plans, and the same logits, give the host's slots and sampler what is expected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.device.interface import Device
+from executor_svc.device.kv_cache import DraftLayers, KVCache
+from executor_svc.gpu.checks.fallbacks import COPIES, HOST, KERNEL, LOGPROBS, PENALTIES, SAMPLING, TORCH, Fallbacks
+from executor_svc.gpu.checks.steps.chosen import GREEDY, chosen_reason, kinds_of_step, logprobs_reason
+from executor_svc.gpu.checks.steps.history import CheckedHistory, CheckedStep
+from executor_svc.gpu.checks.steps.moves import COPIED, copies_reason, states_reason, tables_reason
+from executor_svc.gpu.choices.ways import KernelChecks
+from executor_svc.gpu.kernels.copy_pages import copy_pages, copy_pages_by_torch
+from executor_svc.gpu.kernels.sampling.logprobs import RowLogprobsKernel, row_logprobs
+from executor_svc.gpu.sampling.logprobs_by_torch import row_logprobs_by_torch
+from executor_svc.gpu.states import GpuStateKernels
+from executor_svc.models.loading import LoadedModel
+from executor_svc.plan.description import limits_of
+from executor_svc.plan.limits import Limits
+
+_CHANGES, _INPUTS, _DRAFTED = "slots/slot_updates", "slots/step_inputs", "slots/draft_layout"
+_COMMIT, _GREEDY, _TABLES, _STATES = "slots/commit", "sampling/logits", "lora/tables", "states/step"
+_ALONE = (KERNEL,)
+"""The ways of kernels in whose place nothing stands."""
+
+
+class _SlotsAreOffError(Exception):
+    """A kernel of slots is off and used all the same: what it leaves behind says nothing of the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCheck:
+    """The comparison of what surrounds a model in steps."""
+
+    loaded: LoadedModel
+    device: Device
+    config: ExecutorConfig
+    checks: KernelChecks
+    draft: DraftLayers | None = None
+    """Layers of a draft model or head in the same cache."""
+
+    @torch.inference_mode()
+    def run(self, fallbacks: Fallbacks) -> None:
+        """Compare, unless an earlier start has, and let fall back what is not right. Raises KernelError."""
+        pools = self._pools()
+        limits = replace(limits_of(self.config, self.loaded.geometry, pools), num_device_blocks=0, num_host_blocks=0)
+        key = self._key(limits, pools)
+        fallbacks.once(key, lambda: _Comparison(self, fallbacks, limits, pools).run())
+
+    @property
+    def num_places(self) -> int:
+        """Places of adapters."""
+        return 0 if self.loaded.adapters is None else self.loaded.adapters.sizes.num_places
+
+    @property
+    def drafts_here(self) -> bool:
+        """Whether the device makes the drafts of steps."""
+        return self.config.speculative == "ngram"
+
+    def _pools(self) -> KVCache:
+        """Return a cache of a few pages, of the size of the model's."""
+        config = self.config.model_copy(update={"num_gpu_blocks": 2 * COPIED, "num_cpu_blocks": 0, "max_num_seqs": 1})
+        return self.device.new_kv_cache(self.loaded.own_geometry, config, 0, self.draft)
+
+    def _key(self, limits: Limits, pools: KVCache) -> str:
+        """Return a key: executors with the same key launch the same kernels."""
+        device = self.device
+        parts = limits, pools.bytes_per_block, device.isa, device.numerics, self.num_places, self.drafts_here
+        return f"steps of {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+
+
+class _Comparison:
+    """One run of a StepCheck."""
+
+    def __init__(self, check: StepCheck, fallbacks: Fallbacks, limits: Limits, pools: KVCache) -> None:
+        self._check, self._fallbacks, self._limits, self._pools = check, fallbacks, limits, pools
+        kernels = check.device.kernels
+        assert isinstance(kernels, GpuStateKernels)
+        # In exact mode a row's bits may not depend on what PyTorch makes of the rows beside it.
+        of_vocabulary = f" (vocabulary {limits.vocab_size})"
+        self._greedy, self._sampling = _GREEDY + of_vocabulary, SAMPLING + of_vocabulary
+        self._penalties, self._logprobs = PENALTIES + of_vocabulary, LOGPROBS + of_vocabulary
+        # In exact mode a row's bits may not depend on what PyTorch makes of the rows beside it.
+        self._ways_of_logprobs = _ALONE if kernels.exact is not None else (KERNEL, TORCH)
+
+    def run(self) -> None:
+        """Compare all; what falls back is compared too."""
+        pool, copies = self._pools.pool, {KERNEL: copy_pages, TORCH: copy_pages_by_torch}
+        label = f"{COPIES} (of {self._pools.bytes_per_block} bytes)"
+        self._is_right(label, (KERNEL, TORCH), lambda way: copies_reason(pool, copies[way]))
+        device, here = self._check.device, self._check.drafts_here
+        history = CheckedHistory(self._limits, device.torch_device, device.functions, drafts_here=here)
+        try:
+            for step in history.steps():
+                self._step(step)
+        except _SlotsAreOffError:
+            return
+
+    def _step(self, step: CheckedStep) -> None:
+        sampling = step.history.sampling
+        self._moves(_CHANGES, step.sent)
+        self._moves(_INPUTS if step.planned.num_drafts is None else _DRAFTED, step.built)
+        if self._check.num_places:
+            self._moves(_TABLES, partial(tables_reason, step, self._check.num_places))
+        if self._limits.pages_per_state:
+            self._moves(_STATES, partial(states_reason, step))
+        self._counted(step, sampling.count_admitted)
+        for round in step.rounds:
+            self._chosen(step, round)
+            step.set_tokens(round)
+            self._moves(_COMMIT, partial(step.committed, round))
+            self._counted(step, partial(sampling.count_taken, step.inputs), is_all=round == step.rounds[-1])
+
+    def _chosen(self, step: CheckedStep, round: int) -> None:
+        """Compare the choices of a round, and their logprobs."""
+        self._is_right(self._greedy, _ALONE, lambda _: chosen_reason(step, round, GREEDY))
+        self._reported(step, round, after_sampling=False)
+        for kinds in kinds_of_step(step):
+            if self._draws_here:
+                self._is_right(self._sampling, (KERNEL, HOST), lambda _, k=kinds: chosen_reason(step, round, k))
+        if self._draws_here:
+            self._reported(step, round, after_sampling=True)
+
+    def _reported(self, step: CheckedStep, round: int, *, after_sampling: bool) -> None:
+        kernels: dict[str, RowLogprobsKernel] = {KERNEL: row_logprobs, TORCH: row_logprobs_by_torch}
+        self._is_right(
+            self._logprobs, self._ways_of_logprobs,
+            lambda way: logprobs_reason(step, round, kernels[way], after_sampling=after_sampling),
+        )  # fmt: skip
+
+    @property
+    def _draws_here(self) -> bool:
+        """Whether the device draws, and counts tokens for it."""
+        return HOST not in map(self._fallbacks.way_of, (self._sampling, self._penalties))
+
+    def _counted(self, step: CheckedStep, count: Callable[[], None], *, is_all: bool = True) -> None:
+        """Count tokens; compare the counts if these are all of the step."""
+
+        def reason(_: str) -> str | None:
+            count()
+            return step.history.counts_reason() if is_all else None
+
+        if self._draws_here:
+            self._is_right(self._penalties, (KERNEL, HOST), reason)
+
+    def _moves(self, label: str, compare: Callable[[], str | None]) -> None:
+        """Compare a kernel of slots. Raises KernelError if it is off, _SlotsAreOffError if it is used all the same."""
+        if not self._is_right(label, _ALONE, lambda _: compare()):
+            raise _SlotsAreOffError
+
+    def _is_right(self, label: str, ways: Sequence[str], compare: Callable[[str], str | None]) -> bool:
+        """Compare by the label's way, or the next ones; return False if it is off and used all the same.
+
+        compare: of a way. Raises KernelError if none is right.
+        """
+        fallbacks, checks = self._fallbacks, self._check.checks
+        while label not in fallbacks.kept and (way := fallbacks.way_of(label)) != HOST:
+            reason = checks.tried(label, way, partial(compare, way))
+            if reason is None:
+                return True
+            fallbacks.next_way(label, ways, reason)
+        return label not in fallbacks.kept

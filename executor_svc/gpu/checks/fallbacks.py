@@ -31,7 +31,7 @@ from executor_svc.gpu.stored_linear import GpuStoredLinear, PackedRows
 
 KERNEL, TORCH, HOST, OWN, _TILES_OF = "kernel", "torch", "host", "product of exact mode", "tiles of "
 SAMPLING, PENALTIES, LOGPROBS = "sampling/sampling", "sampling/penalties", "sampling/logprobs"
-COPIES = "copy_pages"
+NGRAMS, COPIES = "slots/ngram_drafts", "copy_pages"
 """Kernels of steps that have another way, as their labels begin."""
 _ATTENTIONS = "attention", "latent_attention"
 _TILES = (80, 86)
@@ -157,6 +157,7 @@ class Fallbacks:
         kernels.step_ways = StepWays(
             draws_on_host=self._has(HOST, SAMPLING, PENALTIES),
             logprobs_by_torch=self._has(TORCH, LOGPROBS),
+            drafts_on_host=self._has(HOST, NGRAMS),
             copies_by_torch=self._has(TORCH, COPIES),
         )
         # Executors that compute otherwise have other fingerprints.

@@ -13,5 +13,7 @@ class StepWays:
     """Whether the host chooses each token that is drawn, or whose logits are edited, as it does for beams."""
     logprobs_by_torch: bool = False
     """Whether PyTorch computes logprobs, on the device."""
+    drafts_on_host: bool = False
+    """Whether the host makes the drafts from what a text repeats."""
     copies_by_torch: bool = False
     """Whether PyTorch copies pages, on the device."""

@@ -31,7 +31,7 @@ def row_logprobs_by_torch(
         these = slice(first, first + _ROWS)
         asked = num_logprobs.index_select(0, rows[these].clamp(min=0).long())
         there = (rows[these] >= 0) & (tokens[these] >= 0) & (asked >= 0)
-        x = logits.index_select(0, sources[these].long())
+        x = logits.index_select(0, sources[these].clamp(min=0).long())
         chosen = torch.where(there, tokens[these], 0)[:, None]
         found, ranks, ids, top = logprobs_of_few(x, chosen, num_top, functions)
         listed = there[:, None] & (torch.arange(num_top, device=x.device) < asked[:, None])

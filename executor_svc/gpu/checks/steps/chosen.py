@@ -20,8 +20,8 @@ from executor_svc.gpu.kernels.sampling.state import field
 from executor_svc.plan.arrays import BoolArray
 
 _UNTOUCHED = -77
-_DRAWS = ((False, False, False), (True, False, False), (True, True, False), (True, False, True), (True, True, True))
-"""Whether rows are drawn, from their most likely tokens, above floors."""
+_DRAWS = ((False, False, False), (True, False, False), (True, True, True))
+"""Whether rows are drawn, from their most likely tokens, above floors: each has variants of kernels of its own."""
 
 
 @dataclass(frozen=True, slots=True)

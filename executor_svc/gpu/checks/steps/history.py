@@ -67,7 +67,7 @@ class CheckedHistory:
         behind = _as_if_none_stopped(second)
         yield CheckedStep.of(self, 3, self.plans.decode(), behind)
         if self.plans.limits.max_drafts:
-            yield CheckedStep.of(self, DRAFTED, self.plans.decode(self.plans.limits.max_drafts))
+            yield CheckedStep.of(self, DRAFTED, self.plans.decode(max(1, self.plans.limits.max_drafts - 1)))
 
     def state_reason(self) -> str | None:
         """Return how the device's slots differ from the host's."""
@@ -114,9 +114,9 @@ class CheckedStep:
     number: int
     plan: StepPlan
     planned: Scheduled
-    """As the planner knows it, with drafts."""
+    """As the planner knows it, with places for drafts."""
     actual: Scheduled
-    """What is computed: without slots that have stopped."""
+    """What is computed: without slots that have stopped, with the drafts that are made."""
     sizes: StepSizes
     logits: Tensor
     """[L, vocab] on the device, with padding."""
@@ -137,6 +137,10 @@ class CheckedStep:
         history.drafting.follow(plan)
         if planner is None:
             planned = actual = history.drafting.add(plan, actual)
+            if actual.num_drafts is not None:
+                # One place more than drafts, which the device leaves out.
+                places = np.minimum(actual.num_drafts + (actual.num_drafts > 0), truth.limits.max_drafts)
+                planned = truth.schedule(plan).with_drafts(places)
         num_drafts = 0 if planned.num_drafts is None else int(planned.num_drafts.max())
         counts = (
             int(planned.num_tokens.sum()), len(planned.slots), len(planned.logits_slots), len(planned.sampling_slots),
@@ -146,8 +150,8 @@ class CheckedStep:
             sizes = StepSizes.decode(counts[0] + _PADDING)
         x = history.plans.logits(planned.logits_slots, number)
         if num_drafts:
-            drafted_logits(x, planned.logits_slots.tolist(), _drafts_after(truth, planned))
-        here = torch.from_numpy(x[np.isin(planned.logits_slots, actual.logits_slots)])
+            drafted_logits(x, _drafts_after(truth, planned, actual))
+        here = torch.from_numpy(x[_computed_rows(planned, actual)])
         with np.errstate(all="ignore"):
             sampled = choose(here, argmax(here), truth, actual, history.functions)
         found = accept_drafts(truth, actual, sampled)
@@ -173,37 +177,54 @@ class CheckedStep:
         without = np.zeros(slots.limits.num_slots, np.bool_)
         history.sampling.apply(self.plan, slots.apply(self.plan), without)
         if self.planned.num_drafts is not None and not history.drafts_here:
-            self._put_drafts(self.planned, self.planned.num_drafts)
+            self._put_drafts()
         slots.stage(self.planned, self.sizes, self.plan.max_drafts)
         return first_of([history.state_reason(), history.parameters_reason()])
 
-    def _put_drafts(self, planned: Scheduled, counts: IntArray) -> None:
-        truth = self.history.truth
-        known = truth.num_tokens[planned.slots]
+    def _drafts(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Return of each slot the number of drafts and of known tokens, and all drafts, joined."""
+        truth, slots, counts = self.history.truth, self.actual.slots, self.actual.num_drafts
+        assert counts is not None
+        known = truth.num_tokens[slots]
         owner, places = spans(known, counts)
-        drafts = truth.token_ids[planned.slots[owner], places].astype(np.int64)
-        self.history.slots.put_drafts(planned.slots, counts, known, drafts)
+        return counts, known, truth.token_ids[slots[owner], places].astype(np.int64)
+
+    def _put_drafts(self) -> None:
+        self.history.slots.put_drafts(self.actual.slots, *self._drafts())
 
     def built(self) -> str | None:
         """Build the step's tensors; return how they are wrong."""
+        self._build()
+        return first_of([self._tokens_reason(), self._sequences_reason(), self._rows_reason()])
+
+    def _build(self) -> None:
         sizes, planned = self.sizes, self.planned
         one_each = sizes.num_tokens == sizes.num_seqs and bool((planned.num_tokens == 1).all())
         self.history.slots.launch_build(sizes, one_each)
-        return first_of([self._drafts_reason(), self._tokens_reason(), self._sequences_reason(), self._rows_reason()])
 
-    def _drafts_reason(self) -> str | None:
-        if self.planned.num_drafts is None:
-            return None
-        found = self.history.slots.state.num_drafts[self.planned.slots]
-        return differing("drafts", found, self.planned.num_drafts)
+    def drafted(self) -> str | None:
+        """Let the device make the drafts of a step that has some; return how they are wrong."""
+        self._build()
+        state, slots = self.history.slots.state, self.actual.slots
+        counts, known, drafts = self._drafts()
+        owner, places = spans(known, counts)
+        found = state.token_ids.cpu().numpy()[slots[owner], places]
+        return first_of([
+            differing("number of drafts", state.num_drafts[slots], counts), differing("drafts", found, drafts),
+        ])  # fmt: skip
 
     def _live(self) -> BoolArray:
         return np.isin(self.planned.slots, self.actual.slots)
 
+    @property
+    def counts(self) -> IntArray:
+        """[S]: tokens of each sequence in the tensors, without places of drafts that were not made."""
+        return self.planned.num_tokens if self.planned.num_drafts is None else self.actual.num_tokens
+
     def _tokens_reason(self) -> str | None:
         batch = build_batch(self.history.truth, self.actual)
         assert batch is not None
-        computed = np.repeat(self._live(), self.planned.num_tokens)
+        computed = np.repeat(self._live(), self.counts)
         computed = np.pad(computed, (0, self.sizes.num_tokens - len(computed)))
         reasons = []
         for name, empty in (("token_ids", 0), ("positions", 0), ("slot_mapping", -1), ("rope_lens", 1)):
@@ -217,7 +238,7 @@ class CheckedStep:
         size, seqs = truth.limits.block_size, len(planned.slots)
         lens = np.zeros(self.sizes.num_seqs, np.int64)
         lens[:seqs][live] = truth.num_computed_tokens[self.actual.slots] + self.actual.num_tokens
-        starts = np.concatenate(([0], planned.num_tokens.cumsum()))
+        starts = np.concatenate(([0], self.counts.cumsum()))
         reasons = [
             differing("query_start_loc", inputs.query_start_loc[: seqs + 1], starts),
             differing("seq_lens", inputs.seq_lens, lens),
@@ -237,7 +258,7 @@ class CheckedStep:
         positions[: len(slots)][live] = truth.num_tokens[slots[live]]
         sources[: len(slots)] = np.arange(len(slots)) if planned.sources is None else planned.sources
         logits_rows = np.zeros(self.sizes.num_logits, np.int64)
-        logits_rows[: len(planned.logits_rows)] = planned.logits_rows
+        logits_rows[: len(planned.logits_rows)] = _logits_rows(planned, self.actual)
         return first_of([
             differing("rows", inputs.rows, rows), differing("sample_positions", inputs.sample_positions, positions),
             differing("sources", inputs.sources, sources), differing("logits_rows", inputs.logits_rows, logits_rows),
@@ -272,7 +293,8 @@ class CheckedStep:
     def _results_reason(self) -> str | None:
         slots, planned, found = self.history.slots, self.planned, self.found
         got = slots.fetch(planned, self.sizes).wait()
-        live = np.isin(planned.rows.slots, self.actual.rows.slots)
+        rows = planned if planned.num_drafts is None else self.actual
+        live = np.isin(rows.rows.slots, self.actual.rows.slots)
         errors, taken = np.full(len(live), IDLE), np.full(len(live), -1)
         errors[live] = found.errors
         takes = self.actual.takes_token(found.valid)
@@ -280,16 +302,41 @@ class CheckedStep:
         return first_of([differing("errors", got.errors, errors), differing("results", got.token_ids, taken)])
 
 
-def _drafts_after(truth: Slots, planned: Scheduled) -> list[int]:
+def _computed_rows(planned: Scheduled, actual: Scheduled) -> BoolArray:
+    """Return [L]: whether a planned row of logits is computed: of no slot that has stopped, behind a draft that is."""
+    rows: BoolArray = np.isin(planned.logits_slots, actual.logits_slots)
+    if planned.num_drafts is not None:
+        ahead, made = _of_rows(planned, actual)
+        rows &= ahead <= made
+    return rows
+
+
+def _of_rows(planned: Scheduled, actual: Scheduled) -> tuple[IntArray, IntArray]:
+    """Return of each row of logits [L] the places for drafts before it, and the drafts of its slot that are made."""
+    assert planned.num_drafts is not None
+    assert actual.num_drafts is not None
+    places = 1 + planned.num_drafts[planned.samples]
+    owner, ahead = spans(np.zeros_like(places), places)
+    return ahead, actual.num_drafts[actual.samples][owner]
+
+
+def _logits_rows(planned: Scheduled, actual: Scheduled) -> IntArray:
+    """Return [L] the token of each row of logits: of a draft that is not made, the last one of its sequence."""
+    if planned.num_drafts is None:
+        return planned.logits_rows
+    ahead, made = _of_rows(planned, actual)
+    ends = actual.num_tokens.cumsum()[actual.samples]
+    rows: IntArray = ends.repeat(1 + planned.num_drafts[planned.samples]) - 1 - made + np.minimum(ahead, made)
+    return rows
+
+
+def _drafts_after(truth: Slots, planned: Scheduled, actual: Scheduled) -> list[int]:
     """Return the draft behind each row of logits, -1 where there is none."""
-    rows, counts = planned.rows, planned.num_drafts
-    assert rows.ahead is not None
-    assert counts is not None
-    most = dict(zip(planned.slots.tolist(), counts.tolist(), strict=True))
-    return [
-        int(truth.token_ids[slot, truth.num_tokens[slot] + ahead]) if ahead < most[slot] else -1
-        for slot, ahead in zip(rows.slots.tolist(), rows.ahead.tolist(), strict=True)
-    ]
+    ahead, made = _of_rows(planned, actual)
+    slots = planned.logits_slots
+    drafts = truth.token_ids[slots, np.minimum(truth.num_tokens[slots] + ahead, truth.limits.max_model_len)]
+    found: list[int] = np.where(ahead < made, drafts, -1).tolist()
+    return found
 
 
 def _as_if_none_stopped(step: CheckedStep) -> Slots:

@@ -60,7 +60,7 @@ def tables_reason(step: CheckedStep, num_places: int) -> str | None:
     sort_tokens(buffers, sizes, state.adapter_places, places, tokens)
     sort_rows(places, inputs.logits_rows, logits)
     live = np.isin(step.planned.slots, step.actual.slots)
-    expected = np.repeat(np.where(live, of_slots[step.planned.slots], -1), step.planned.num_tokens)
+    expected = np.repeat(np.where(live, of_slots[step.planned.slots], -1), step.counts)
     expected = np.pad(expected, (0, sizes.num_tokens - len(expected)), constant_values=-1)
     return first_of([
         differing("places", places, expected), _table_reason("tokens", tokens, expected),
@@ -110,7 +110,7 @@ def states_reason(step: CheckedStep) -> str | None:
     folded, owners = np.zeros(sizes.num_seqs, np.int64), np.full(sizes.num_tokens, -1)
     index = np.flatnonzero(np.isin(step.planned.slots, live))
     folded[index] = np.where(wrong, context, np.where(context > 0, stands, 0))
-    starts = step.planned.num_tokens.cumsum() - step.planned.num_tokens
+    starts = step.counts.cumsum() - step.counts
     for at, count in zip(index.tolist(), rows.tolist(), strict=True):
         owners[starts[at] : starts[at] + count] = at
     marked = np.zeros(limits.num_slots, np.int64)

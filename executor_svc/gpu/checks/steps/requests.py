@@ -53,13 +53,14 @@ def made_requests(vocab: int, rng: np.random.Generator) -> list[CheckedRequest]:
         SequenceSampling(),
         SequenceSampling(num_logprobs=min(5, vocab)),
         SequenceSampling(temperature=0.8, seed=3, num_logprobs=0),
-        SequenceSampling(temperature=1.0, seed=4, top_k=min(40, vocab // 2)),
-        SequenceSampling(temperature=0.7, seed=2**63 + 5, top_p=0.9, num_logprobs=3),
-        SequenceSampling(temperature=1.3, seed=6, top_k=50, top_p=0.8),
-        SequenceSampling(temperature=1.0, seed=7, min_p=0.05),
-        SequenceSampling(temperature=0.9, seed=8, top_n_sigma=1.5, top_p=0.95),
+        SequenceSampling(temperature=1.0, seed=4, top_k=5),
+        SequenceSampling(temperature=0.8, seed=2**63 + 5, top_p=0.3, num_logprobs=3),
+        SequenceSampling(temperature=1.3, seed=6, top_k=50, top_p=0.4),
+        SequenceSampling(temperature=1.0, seed=7, min_p=0.3),
+        SequenceSampling(temperature=0.9, seed=8, top_n_sigma=1.0, top_p=0.95),
         SequenceSampling(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, num_logprobs=2),
         SequenceSampling(temperature=0.8, seed=9, sample_index=3, frequency_penalty=0.7, top_k=20),
+        SequenceSampling(temperature=1.2, seed=9, sample_index=4),
         SequenceSampling(bias_token_ids=ints(some), biases=biases),
         SequenceSampling(temperature=0.9, seed=10, bad_words=(ints([last]), ints([7, 1, 2]), ints(some[:3]))),
         SequenceSampling(temperature=1.0, seed=11, allowed_token_ids=np.sort(some)),
@@ -69,6 +70,7 @@ def made_requests(vocab: int, rng: np.random.Generator) -> list[CheckedRequest]:
     ]
     return [
         *map(CheckedRequest, parameters),
+        CheckedRequest(SequenceSampling(), broken=True),
         CheckedRequest(SequenceSampling(temperature=0.6, seed=13, top_p=0.999), broken=True),
         CheckedRequest(SequenceSampling(temperature=0.6, seed=14, top_k=30, top_p=0.99), tied=True),
         CheckedRequest(SequenceSampling(stop_token_ids=ints([stop])), ends=stop),
@@ -146,13 +148,14 @@ class CheckedPlans:
 
     def logits(self, slots: IntArray, step: int) -> np.ndarray:
         """Return random logits [len(slots), vocab] float32 of rows of these slots."""
-        x = self.rng.standard_normal((len(slots), self.limits.vocab_size), dtype=np.float32) * 3
+        # As even as they are, a parameter that is not heeded mostly gives another token.
+        x = self.rng.standard_normal((len(slots), self.limits.vocab_size), dtype=np.float32)
         for row, slot in enumerate(slots.tolist()):
             request = self.special[slot]
             if request.broken:
                 x[row, -1] = np.nan
             if request.tied:
-                x[row] = np.round(x[row])
+                x[row] = np.round(2 * x[row]) / 2
             if request.ends is not None and step == 2:
                 x[row, request.ends] = _LIKELY
             if request.periodic and step < DRAFTED:
@@ -181,15 +184,17 @@ class CheckedPlans:
             group_tables=[GroupTable(index, 0, pages) for index, pages in enumerate(others, 1)],
             state_pages=np.arange(slot, slot + 1).repeat(limits.pages_per_state) * limits.pages_per_state
             + np.arange(limits.pages_per_state),
-            max_drafts=limits.max_drafts if request.periodic else 0, max_len=0,
+            max_drafts=limits.max_drafts if request.periodic else 0,
+            # One of them has less room for drafts.
+            max_len=len(tokens) + DRAFTED + 1 if request.periodic and slot % 2 else 0,
         )  # fmt: skip
 
     def _pages(self, count: int) -> IntArray:
         return self.rng.integers(0, self.limits.num_device_blocks, count)
 
 
-def drafted_logits(x: np.ndarray, slots: Sequence[int], drafts: Sequence[int]) -> None:
-    """Let half of the rows' drafts be likely, so that some are accepted; drafts: of the token after each row, or -1."""
-    for row, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
-        if draft >= 0 and slot % 2:
+def drafted_logits(x: np.ndarray, drafts: Sequence[int]) -> None:
+    """Let most of the rows' drafts be likely, so that they are accepted; drafts: of the token after each row, or -1."""
+    for row, draft in enumerate(drafts):
+        if draft >= 0 and row % 4:
             x[row, draft] = _LIKELY

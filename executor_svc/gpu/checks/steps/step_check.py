@@ -16,7 +16,17 @@ import torch
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.device.kv_cache import DraftLayers, KVCache
-from executor_svc.gpu.checks.fallbacks import COPIES, HOST, KERNEL, LOGPROBS, PENALTIES, SAMPLING, TORCH, Fallbacks
+from executor_svc.gpu.checks.fallbacks import (
+    COPIES,
+    HOST,
+    KERNEL,
+    LOGPROBS,
+    NGRAMS,
+    PENALTIES,
+    SAMPLING,
+    TORCH,
+    Fallbacks,
+)
 from executor_svc.gpu.checks.steps.chosen import GREEDY, chosen_reason, kinds_of_step, logprobs_reason
 from executor_svc.gpu.checks.steps.history import CheckedHistory, CheckedStep
 from executor_svc.gpu.checks.steps.moves import COPIED, copies_reason, states_reason, tables_reason
@@ -99,17 +109,31 @@ class _Comparison:
         pool, copies = self._pools.pool, {KERNEL: copy_pages, TORCH: copy_pages_by_torch}
         label = f"{COPIES} (of {self._pools.bytes_per_block} bytes)"
         self._is_right(label, (KERNEL, TORCH), lambda way: copies_reason(pool, copies[way]))
-        device, here = self._check.device, self._check.drafts_here
+        while self._is_again():
+            pass
+
+    def _is_again(self) -> bool:
+        """Run all steps; return whether they are to run again, as the host makes the drafts from now on."""
+        device = self._check.device
+        here = self._check.drafts_here and self._fallbacks.way_of(NGRAMS) == KERNEL
         history = CheckedHistory(self._limits, device.torch_device, device.functions, drafts_here=here)
         try:
             for step in history.steps():
                 self._step(step)
+                if here and self._fallbacks.way_of(NGRAMS) == HOST:
+                    return True
         except _SlotsAreOffError:
-            return
+            pass
+        return False
 
     def _step(self, step: CheckedStep) -> None:
         sampling = step.history.sampling
         self._moves(_CHANGES, step.sent)
+        if step.history.drafts_here and step.planned.num_drafts is not None:
+            if not self._is_right(NGRAMS, (KERNEL, HOST), lambda _: step.drafted()):
+                raise _SlotsAreOffError
+            if self._fallbacks.way_of(NGRAMS) == HOST:
+                return
         self._moves(_INPUTS if step.planned.num_drafts is None else _DRAFTED, step.built)
         if self._check.num_places:
             self._moves(_TABLES, partial(tables_reason, step, self._check.num_places))

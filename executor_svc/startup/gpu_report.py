@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from cadenza_common.plan.memory import MemoryPart
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.models.loading import LoadedModel
-from executor_svc.plan.description import MemoryPart
 from executor_svc.startup.speculation import Draft
 
 _log = logging.getLogger(__name__)

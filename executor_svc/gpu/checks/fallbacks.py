@@ -102,9 +102,7 @@ class Fallbacks:
         way = next((each for each in possible if each not in reasons), None)
         if way is None:
             tried = ", ".join(f"{each} {why}" for each, why in reasons.items())
-            raise KernelError(
-                f"{label}: no way is right on this GPU: {tried}{hint}{self._checks.hint(label, reasons)}"
-            )
+            raise KernelError(f"{label}: no way is right on this GPU: {tried}{hint}{self._checks.hint(label, reasons)}")
         self.ways[label] = way
         self._install()
 

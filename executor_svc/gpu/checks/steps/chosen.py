@@ -13,10 +13,9 @@ from cadenza_common.plan.sampling import Need
 from executor_svc.gpu.checks.steps.history import CheckedStep
 from executor_svc.gpu.checks.steps.words import differing, first_of
 from executor_svc.gpu.choices.ways import Tolerance
-from executor_svc.gpu.kernels.sampling.logprobs import RowLogprobsKernel
-from executor_svc.gpu.sampling.sampler import SamplingMetadata, most_top
-from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs
+from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, RowLogprobsKernel
 from executor_svc.gpu.kernels.sampling.state import field
+from executor_svc.gpu.sampling.sampler import SamplingMetadata, most_top
 from executor_svc.plan.arrays import BoolArray
 
 _UNTOUCHED = -77

@@ -1,4 +1,4 @@
-"""Made-up requests for comparing what steps do around a model: sampling with every parameter, and plans of all kinds."""
+"""Made-up requests for comparing what steps do around a model: sampling with every parameter, plans of all kinds."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _BEHIND = 9
 _LISTED = 150
 """Entries of a list: more than a program reads at once."""
 _DRAFTS = 3
+_PAGES = 4096
+"""Whose numbers block tables hold; there is no memory for them."""
 _LIKELY = 60
 """A logit that is chosen, whatever the parameters are."""
 DRAFTED = 4
@@ -102,7 +104,7 @@ class CheckedPlans:
         seqs = len(requests) + 2
         limits = replace(
             real, num_slots=seqs, max_num_seqs=2 * seqs, max_num_batched_tokens=LONGEST + 32 * seqs,
-            max_logprobs=min(real.vocab_size, 16), num_device_blocks=max(4096, real.num_device_blocks, seqs * real.pages_per_state),
+            max_logprobs=min(real.vocab_size, 16), num_device_blocks=max(_PAGES, seqs * real.pages_per_state),
             max_drafts=min(real.max_drafts, _DRAFTS), max_loras=0, has_grammars=False,
         )  # fmt: skip
         return cls(limits, requests, rng)

@@ -29,8 +29,7 @@ from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.speculation.ngram import NgramSource
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.executor_svc.gpu.checks.checked import HEADS, loaded, refused
-from tests.executor_svc.gpu.checks.compared_kernels import PAGE, launched_by_comparisons, rows
+from tests.executor_svc.gpu.checks.checked import loaded, refused
 from tests.executor_svc.gpu.drafted_steps import MAX_DRAFTS, WITH_DRAFTS, make_model, outputs
 from tests.helpers.executor.stepping import Stepper
 from tests.helpers.marks import short_and_long
@@ -177,14 +176,12 @@ def test_states_that_stand_elsewhere_refuse_the_start(
     made = make_checkpoint(tmp_path, "lfm2", vocab_size=131, dtype=torch.bfloat16, **layers)
     monkeypatch.setattr(states_step, name, refused)
     check = step_check(Model(made, device="cuda", dtype="bfloat16"))
-    with pytest.raises(KernelError, match="^states/step: .* kernel TypeError: "):
+    with pytest.raises(KernelError, match=r"^states/step: .* kernel TypeError: "):
         compared(check)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_steps_by_the_other_ways_give_the_same(
-    drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_by_the_other_ways_give_the_same(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of all kinds, with kernels that are not there: no step launches what has fallen back."""
     made = make_model(tmp_path)
     expected = outputs(Stepper(Model(made), max_drafts=MAX_DRAFTS), 0)

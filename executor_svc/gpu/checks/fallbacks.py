@@ -41,8 +41,9 @@ _TILES = (80, 86)
 class Fallbacks:
     """By which way calls are computed, by their labels; those that are not named, by their kernel."""
 
-    def __init__(self, kernels: GpuStateKernels, checks: KernelChecks) -> None:
-        self._kernels, self._checks = kernels, checks
+    def __init__(self, kernels: GpuStateKernels, checks: KernelChecks, *, divided: bool = False) -> None:
+        """divided: whether the model is divided among ranks, whose steps must have the same sizes and parts."""
+        self._kernels, self._checks, self._divided = kernels, checks, divided
         self._name = kernels.name
         kernels.tiles_of = self.tiles_of
         self.ways: dict[str, str] = {}
@@ -99,6 +100,8 @@ class Fallbacks:
         self.kept.pop(label, None)
         reasons = self.reasons.setdefault(label, {})
         reasons[self.way_of(label)] = reason
+        # With ranks, all would have to know that the host has a part of steps.
+        possible = [each for each in possible if not (each == HOST and self._divided)]
         way = next((each for each in possible if each not in reasons), None)
         if way is None:
             tried = ", ".join(f"{each} {why}" for each, why in reasons.items())
@@ -135,7 +138,8 @@ class Fallbacks:
         if self._kernels.exact is not None:
             return [KERNEL]
         if call.name in _ATTENTIONS:
-            return [KERNEL, *(f"{_TILES_OF}{arch}" for arch in _TILES if arch != self._kernels.arch), TORCH]
+            tiles = [f"{_TILES_OF}{arch}" for arch in _TILES if arch != self._kernels.arch]
+            return [KERNEL, *tiles, *([] if self._divided else [TORCH])]
         if call.name == "linear" and isinstance(call.values["linear"], PlainLinear):
             return [KERNEL, OWN]
         if call.name == "linear" and not _is_replaceable(call.values["linear"]):

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,6 +30,7 @@ from executor_svc.gpu.checks.steps.step_check import StepCheck
 from executor_svc.gpu.choices.ways import KernelChecks, Tolerance
 from executor_svc.gpu.kernels.gpu_kernels import GpuRecording
 from executor_svc.gpu.linear import PlainLinear
+from executor_svc.gpu.ranks import GpuRanks
 from executor_svc.gpu.skinny.recording import EitherKernels
 from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.models.decoder import Decoder
@@ -93,7 +94,7 @@ class ModelCheck:
         kernels = self.device.kernels
         assert isinstance(kernels, GpuStateKernels)
         while True:
-            with kernels.passing():
+            with kernels.passing(), alone(self.loaded):
                 failures = self._failures(kernels, fallbacks)
             if not failures:
                 return
@@ -193,7 +194,7 @@ class ModelCheck:
         loaded, config = self.loaded, self.config
         parts = (
             loaded.spec_digest.hex(), loaded.geometry, self.device.isa, self.device.numerics, self.device.kv_dtype,
-            self.device.few_bits.forms, config.block_size, loaded.ranks is None, self.long,
+            self.device.few_bits.forms, config.block_size, None if loaded.ranks is None else loaded.ranks.share, self.long,
             None if loaded.adapters is None else loaded.adapters.sizes,
             None if self.draft_model is None else (
                 self.draft_model.attention_shapes, self.draft_model.num_layers, config.speculative,
@@ -202,6 +203,11 @@ class ModelCheck:
         )  # fmt: skip
         name = f"{loaded.geometry.architecture} {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
         return f"operations of {name}"
+
+
+def alone(loaded: LoadedModel) -> AbstractContextManager[None]:
+    """Return a context in which a rank's operations wait for no other rank."""
+    return loaded.ranks.alone() if isinstance(loaded.ranks, GpuRanks) else nullcontext()
 
 
 def _of(recording: GpuRecording, calls: Sequence[RecordedCall]) -> list[RecordedCall]:
@@ -232,7 +238,7 @@ def compare_models(models: Sequence[ModelCheck], steps: StepCheck | None = None)
     """
     began, checks, kernels = time.monotonic(), models[0].checks, models[0].device.kernels
     assert isinstance(kernels, GpuStateKernels)
-    fallbacks = Fallbacks(kernels, checks)
+    fallbacks = Fallbacks(kernels, checks, divided=models[0].loaded.ranks is not None)
     for each in models:
         each.run(fallbacks)
     if steps is not None:

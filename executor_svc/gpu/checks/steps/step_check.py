@@ -30,6 +30,7 @@ from executor_svc.gpu.checks.fallbacks import (
 from executor_svc.gpu.checks.steps.chosen import GREEDY, chosen_reason, kinds_of_step, logprobs_reason
 from executor_svc.gpu.checks.steps.history import CheckedHistory, CheckedStep
 from executor_svc.gpu.checks.steps.moves import COPIED, copies_reason, states_reason, tables_reason
+from executor_svc.gpu.checks.steps.ranks import rank_rows_reason
 from executor_svc.gpu.choices.ways import KernelChecks
 from executor_svc.gpu.kernels.copy_pages import copy_pages, copy_pages_by_torch
 from executor_svc.gpu.kernels.sampling.logprobs import RowLogprobsKernel, row_logprobs
@@ -86,7 +87,10 @@ class StepCheck:
     def _key(self, limits: Limits, pools: KVCache) -> str:
         """Return a key: executors with the same key launch the same kernels."""
         device = self.device
-        parts = limits, pools.bytes_per_block, device.isa, device.numerics, self.num_places, self.drafts_here
+        parts = (
+            limits, pools.bytes_per_block, device.isa, device.numerics, self.num_places, self.drafts_here,
+            None if self.loaded.ranks is None else self.loaded.ranks.share,
+        )  # fmt: skip
         return f"steps of {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
 
 
@@ -109,6 +113,12 @@ class _Comparison:
         pool, copies = self._pools.pool, {KERNEL: copy_pages, TORCH: copy_pages_by_torch}
         label = f"{COPIES} (of {self._pools.bytes_per_block} bytes)"
         self._is_right(label, (KERNEL, TORCH), lambda way: copies_reason(pool, copies[way]))
+        if self._check.loaded.ranks is not None:
+            geometry, share = self._check.loaded.geometry, self._check.loaded.ranks.share
+            width, dtype = geometry.hidden_size, self._check.device.dtype
+            device = self._check.device.torch_device
+            label = f"rank_rows ({share.size} ranks, x {width} {str(dtype).removeprefix('torch.')})"
+            self._is_right(label, _ALONE, lambda _: rank_rows_reason(share, width, dtype, device))
         while self._is_again():
             pass
 

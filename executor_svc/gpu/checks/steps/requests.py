@@ -44,6 +44,12 @@ class CheckedRequest:
     ends: int | None = None
     """A stop token that its second token is."""
 
+    @property
+    def is_one_draw(self) -> bool:
+        """Whether it is released after its first token: others would be drawn alike, which costs the host most."""
+        s = self.sampling
+        return s.temperature > 0 and not (self.periodic or s.top_k or s.min_tokens or next(s.edits(), None))
+
 
 def made_requests(vocab: int, rng: np.random.Generator) -> list[CheckedRequest]:
     """Return requests whose parameters, alone and together, have all kernels of sampling compute."""
@@ -125,6 +131,7 @@ class CheckedPlans:
         failed = int(np.flatnonzero(slots.admitted & slots.stopped)[0])
         source, fork = next(slot for slot, each in self.special.items() if each.sampling.top_k), len(self.requests)
         given, groups = int(self.rng.integers(self.limits.vocab_size)), self.limits.groups
+        done = [slot for slot, each in self.special.items() if each.is_one_draw and slot != failed]
         known = slots.token_ids[source, : slots.num_tokens[source]].astype(np.int64)
         admitted = [
             self._admission(failed, CheckedRequest(self.special[source].sampling)),
@@ -137,7 +144,7 @@ class CheckedPlans:
         ]
         left = int(slots.num_tokens[self._long] - slots.num_computed_tokens[self._long])
         return StepPlan(
-            2, epoch=1, released_slots=[failed], admitted=admitted, decode_ready=True,
+            2, epoch=1, released_slots=[failed, *done], admitted=admitted, decode_ready=True,
             append_slots=list(appends[0].slots), append_block_ids=list(appends[0].page_ids),
             group_appends=appends[1:] if growing else (), given_slots=[waits], given_token_ids=[given],
             scheduled_slots=[self._long, failed], scheduled_num_tokens=[left, len(admitted[0].token_ids)],
@@ -150,8 +157,10 @@ class CheckedPlans:
 
     def logits(self, slots: IntArray, step: int) -> np.ndarray:
         """Return random logits [len(slots), vocab] float32 of rows of these slots."""
-        # As even as they are, a parameter that is not heeded mostly gives another token.
-        x = self.rng.standard_normal((len(slots), self.limits.vocab_size), dtype=np.float32)
+        # So even that a parameter that is not heeded mostly gives another token, and not so even that the host's sums
+        # for top_p need the whole vocabulary.
+        vocab = self.limits.vocab_size
+        x = self.rng.standard_normal((len(slots), vocab), dtype=np.float32) * max(1.0, np.float32(np.log10(vocab) - 2))
         for row, slot in enumerate(slots.tolist()):
             request = self.special[slot]
             if request.broken:

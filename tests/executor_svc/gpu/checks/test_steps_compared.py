@@ -30,6 +30,7 @@ from executor_svc.speculation.ngram import NgramSource
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.checks.checked import loaded, refused
+from tests.executor_svc.gpu.checks.compared_kernels import PAGE, launched_by_comparisons, rows
 from tests.executor_svc.gpu.drafted_steps import MAX_DRAFTS, WITH_DRAFTS, make_model, outputs
 from tests.helpers.executor.stepping import Stepper
 from tests.helpers.marks import short_and_long
@@ -66,14 +67,25 @@ def one_less(launch: Callable[..., None]) -> Callable[..., None]:
     return wrong
 
 
-def test_all_agree_and_the_next_start_compares_nothing(folder: Path, tmp_path: Path) -> None:
+def test_all_agree_and_the_next_start_compares_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = loaded(folder, AdapterSizes(num_places=2, max_rank=8))
-    check = step_check(model, tmp_path)
-    assert compared(check).reasons == {}
+    check = step_check(model, tmp_path, speculative="ngram")
+    with launched_by_comparisons(monkeypatch) as launched:
+        assert compared(check).reasons == {}
     assert check.checks.num_compared > 50
-    again = step_check(model, tmp_path)
+    again = step_check(model, tmp_path, speculative="ngram")
     compared(again)
     assert (again.checks.num_compared, again.checks.num_known) == (0, check.checks.num_compared)
+    page = rows(PAGE.read_text(encoding="utf-8"))
+    own = {file.removesuffix(".py") for file, how in page.items() if "`checks/steps/" in how}
+    files = {module.replace(".", "/") for module in launched} - {"sampling/edits", "sampling/draw"}
+    assert files | SEEN_OTHERWISE == own
+
+
+SEEN_OTHERWISE = {"sampling/sampling", "states/step", "rank_rows"}
+"""Its kernels are in two other files; models with recurrent layers, and ranks."""
 
 
 @pytest.mark.parametrize(

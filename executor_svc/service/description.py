@@ -5,7 +5,7 @@ from __future__ import annotations
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from cadenza_common.grammar.table import GrammarEngine
-from cadenza_common.plan_wire.memory import memory_to_wire
+from cadenza_common.serving.memory_parts import memory_to_wire
 from executor_svc.plan.description import Description, Fingerprint, ModelGeometry
 from executor_svc.plan.limits import Limits
 

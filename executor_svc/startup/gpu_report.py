@@ -88,8 +88,9 @@ def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, d
     """Compare the kernels of a model, of its draft model or head, and of what surrounds it in steps, with references.
 
     With --kernel-checks report what is wrong is logged, with off nothing is compared. Raises KernelError, naming what
-    has no right way to be computed. Models through transformers are not compared; a rank compares its own part, and waits for no other. Returns whether steps are
-    for CUDA graphs: they are not if PyTorch stands in for attention, by thousands of operations.
+    has no right way to be computed. Models through transformers are not compared; a rank compares its own part, and
+    waits for no other. Returns whether steps are for CUDA graphs: they are not if PyTorch stands in for attention, by
+    thousands of operations.
     """
     if device.torch_device.type != "cuda" or not loaded.recordable:
         return True

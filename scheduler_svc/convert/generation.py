@@ -10,7 +10,7 @@ from typing import Any
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
-from cadenza_common.plan_wire.memory import memory_to_wire
+from cadenza_common.serving.memory_parts import memory_to_wire
 from cadenza_common.serving.slices import Work, run_at_once, to_list
 from scheduler_svc.convert.request_parts import chat_fields, grammar_fields, grammar_without_eos
 from scheduler_svc.core.types import Finish, FinishDetail

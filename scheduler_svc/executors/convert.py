@@ -8,7 +8,7 @@ from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from cadenza_common.grammar.table import GrammarEngine
 from cadenza_common.plan.errors import ProtocolError
-from cadenza_common.plan_wire.memory import memory_from_wire
+from cadenza_common.serving.memory_parts import memory_from_wire
 from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.plan_loop.ports import ModelDescription
 

@@ -194,7 +194,8 @@ class ModelCheck:
         loaded, config = self.loaded, self.config
         parts = (
             loaded.spec_digest.hex(), loaded.geometry, self.device.isa, self.device.numerics, self.device.kv_dtype,
-            self.device.few_bits.forms, config.block_size, None if loaded.ranks is None else loaded.ranks.share, self.long,
+            self.device.few_bits.forms, config.block_size, None if loaded.ranks is None else loaded.ranks.share,
+            self.long,
             None if loaded.adapters is None else loaded.adapters.sizes,
             None if self.draft_model is None else (
                 self.draft_model.attention_shapes, self.draft_model.num_layers, config.speculative,

@@ -64,10 +64,13 @@ class StepCheck:
     @torch.inference_mode()
     def run(self, fallbacks: Fallbacks) -> None:
         """Compare, unless an earlier start has, and let fall back what is not right. Raises KernelError."""
-        pools = self._pools()
-        limits = replace(limits_of(self.config, self.loaded.geometry, pools), num_device_blocks=0, num_host_blocks=0)
-        key = self._key(limits, pools)
-        fallbacks.once(key, lambda: _Comparison(self, fallbacks, limits, pools).run())
+        limits, pools = self._sizes()
+        fallbacks.once(self._key(limits, pools), lambda: _Comparison(self, fallbacks, limits, pools).run())
+
+    @torch.inference_mode()
+    def launch(self, fallbacks: Fallbacks) -> None:
+        """Launch what `run` compares, for a GPU that is not here: results mean nothing."""
+        _Comparison(self, fallbacks, *self._sizes(), compares=False).run()
 
     @property
     def num_places(self) -> int:
@@ -79,10 +82,12 @@ class StepCheck:
         """Whether the device makes the drafts of steps."""
         return self.config.speculative == "ngram"
 
-    def _pools(self) -> KVCache:
-        """Return a cache of a few pages, of the size of the model's."""
+    def _sizes(self) -> tuple[Limits, KVCache]:
+        """Return the executor's limits without numbers of blocks, and a cache of a few pages of the model's size."""
         config = self.config.model_copy(update={"num_gpu_blocks": 2 * COPIED, "num_cpu_blocks": 0, "max_num_seqs": 1})
-        return self.device.new_kv_cache(self.loaded.own_geometry, config, 0, self.draft)
+        pools = self.device.new_kv_cache(self.loaded.own_geometry, config, 0, self.draft)
+        limits = limits_of(self.config, self.loaded.geometry, pools)
+        return replace(limits, num_device_blocks=0, num_host_blocks=0), pools
 
     def _key(self, limits: Limits, pools: KVCache) -> str:
         """Return a key: executors with the same key launch the same kernels."""
@@ -97,8 +102,11 @@ class StepCheck:
 class _Comparison:
     """One run of a StepCheck."""
 
-    def __init__(self, check: StepCheck, fallbacks: Fallbacks, limits: Limits, pools: KVCache) -> None:
+    def __init__(
+        self, check: StepCheck, fallbacks: Fallbacks, limits: Limits, pools: KVCache, *, compares: bool = True
+    ) -> None:
         self._check, self._fallbacks, self._limits, self._pools = check, fallbacks, limits, pools
+        self._compares = compares
         kernels = check.device.kernels
         assert isinstance(kernels, GpuStateKernels)
         # In exact mode a row's bits may not depend on what PyTorch makes of the rows beside it.
@@ -199,6 +207,9 @@ class _Comparison:
         compare: of a way. Raises KernelError if none is right.
         """
         fallbacks, checks = self._fallbacks, self._check.checks
+        if not self._compares:
+            compare(fallbacks.way_of(label))
+            return True
         while label not in fallbacks.kept and (way := fallbacks.way_of(label)) != HOST:
             reason = checks.tried(label, way, partial(compare, way))
             if reason is None:

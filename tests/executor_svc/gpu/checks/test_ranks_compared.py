@@ -24,6 +24,7 @@ from executor_svc.models.loading import load_model
 from executor_svc.startup.executors import make_device
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.gpu.checks.checked import refused, scaled
+from tests.helpers.marks import short_and_long
 
 RANKS = 2
 
@@ -47,7 +48,7 @@ def rank_check(folder: Path, rank: int) -> tuple[ModelCheck, StepCheck]:
     return ModelCheck(loaded, device, config, checks, long=40), StepCheck(loaded, device, config, checks)
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("rank", short_and_long(range(RANKS), [1]))
 def test_each_rank_agrees_alone(rank: int, divided: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "kinds_of_step", lambda _: ())  # what is chosen has tests of its own
     assert not dist.is_initialized()
@@ -56,6 +57,7 @@ def test_each_rank_agrees_alone(rank: int, divided: Path, monkeypatch: pytest.Mo
     assert model.checks.num_compared > 40
 
 
+@pytest.mark.long
 def test_what_is_off_falls_back_on_its_rank(divided: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "rms_norm", scaled(norm.rms_norm, 3))
     model, _ = rank_check(divided, 1)

@@ -150,16 +150,18 @@ def test_logprobs_copies_and_drafts_that_are_off_have_other_ways(folder: Path, m
     assert drafts.startswith("number of drafts: ")
 
 
+UPDATES = (device_slots, "apply_updates", one_less), "slots/slot_updates: .* kernel num_tokens: 1 of "
+INPUTS = (step_inputs, "ROPE_LENS", tl.constexpr(1)), "slots/step_inputs: .* kernel positions: "
+CHOICES = (logits, "_NON_FINITE", tl.constexpr(3)), r"^sampling/logits \(vocabulary 131\): .* rows greedy: errors: "
+OTHERS: list[tuple[Broken, str]] = [
+    ((draft_layout, "NUM_DRAFTS", tl.constexpr(6)), "slots/draft_layout: .* kernel token_ids: "),
+    ((commit, "MIN_TOKENS", tl.constexpr(1)), "slots/commit: .* kernel stopped: "),
+    ((tables, "SEQ_SLOTS", tl.constexpr(0)), "lora/tables: .* kernel places: "),
+]
+
+
 @pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ((device_slots, "apply_updates", one_less), "slots/slot_updates: .* kernel num_tokens: 1 of "),
-        ((step_inputs, "ROPE_LENS", tl.constexpr(1)), "slots/step_inputs: .* kernel positions: "),
-        ((draft_layout, "NUM_DRAFTS", tl.constexpr(6)), "slots/draft_layout: .* kernel token_ids: "),
-        ((commit, "MIN_TOKENS", tl.constexpr(1)), "slots/commit: .* kernel stopped: "),
-        ((logits, "_NON_FINITE", tl.constexpr(3)), r"^sampling/logits \(vocabulary 131\): .* rows greedy: errors: "),
-        ((tables, "SEQ_SLOTS", tl.constexpr(0)), "lora/tables: .* kernel places: "),
-    ],
+    ("broken", "message"), short_and_long([UPDATES, INPUTS, CHOICES, *OTHERS], [UPDATES, INPUTS, CHOICES])
 )
 def test_slots_that_are_off_refuse_the_start(
     broken: Broken, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,7 +194,7 @@ def test_states_that_stand_elsewhere_refuse_the_start(
         compared(check)
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", short_and_long([False, True], [True]))
 def test_steps_by_the_other_ways_give_the_same(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of all kinds, with kernels that are not there: no step launches what has fallen back."""
     made = make_model(tmp_path)

@@ -17,6 +17,7 @@ LONGEST = 1500
 """Tokens of the longest prompt: more words than one program writes to the state."""
 _FIRST_CHUNK = 700
 _SHORT = 12
+_LONG = 4096
 _BEHIND = 9
 """Tokens that a sequence may get after its prompt."""
 _LISTED = 150
@@ -108,8 +109,11 @@ class CheckedPlans:
         rng = np.random.default_rng(seed)
         requests = made_requests(real.vocab_size, rng)
         seqs = len(requests) + 2
+        # Kernels are compiled for whether a row of tokens is a multiple of 16 long, not for its length.
+        longest = real.max_model_len if real.max_model_len < _LONG else _LONG + real.max_model_len % 16
         limits = replace(
-            real, num_slots=seqs, max_num_seqs=2 * seqs, max_num_batched_tokens=LONGEST + 32 * seqs,
+            real, max_model_len=longest, num_slots=seqs, max_num_seqs=2 * seqs,
+            max_num_batched_tokens=LONGEST + 32 * seqs,
             max_logprobs=min(real.vocab_size, 16), num_device_blocks=max(_PAGES, seqs * real.pages_per_state),
             max_drafts=min(real.max_drafts, _DRAFTS), max_loras=0, has_grammars=False,
         )  # fmt: skip

@@ -109,7 +109,6 @@ class _Comparison:
         self._compares = compares
         kernels = check.device.kernels
         assert isinstance(kernels, GpuStateKernels)
-        # In exact mode a row's bits may not depend on what PyTorch makes of the rows beside it.
         of_vocabulary = f" (vocabulary {limits.vocab_size})"
         self._greedy, self._sampling = _GREEDY + of_vocabulary, SAMPLING + of_vocabulary
         self._penalties, self._logprobs = PENALTIES + of_vocabulary, LOGPROBS + of_vocabulary

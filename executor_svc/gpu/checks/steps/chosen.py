@@ -16,7 +16,7 @@ from executor_svc.gpu.choices.ways import Tolerance
 from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, RowLogprobsKernel
 from executor_svc.gpu.kernels.sampling.state import field
 from executor_svc.gpu.sampling.sampler import SamplingMetadata, most_top
-from executor_svc.plan.arrays import BoolArray
+from executor_svc.plan.arrays import BoolArray, IntArray
 
 _UNTOUCHED = -77
 _DRAWS = ((False, False, False), (True, False, False), (True, True, True))
@@ -73,7 +73,7 @@ def chosen_reason(step: CheckedStep, round: int, kinds: SamplingKinds) -> str | 
     return None if reason is None else f"{kinds}: {reason}"
 
 
-def _suiting(step: CheckedStep, here: np.ndarray, kinds: SamplingKinds) -> BoolArray:
+def _suiting(step: CheckedStep, here: IntArray, kinds: SamplingKinds) -> BoolArray:
     """Return [n]: whether the kinds have all kernels that each of these rows needs."""
     sampling, slots = step.history.truth.sampling, step.actual.rows.slots[here]
     drawn = sampling["temperature"][slots] > 0

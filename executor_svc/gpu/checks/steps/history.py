@@ -145,7 +145,8 @@ class CheckedStep:
         counts = (
             int(planned.num_tokens.sum()), len(planned.slots), len(planned.logits_slots), len(planned.sampling_slots),
         )  # fmt: skip
-        sizes = StepSizes(*(count + _PADDING for count in counts), num_drafts)
+        tokens, seqs, rows, choices = (count + _PADDING for count in counts)
+        sizes = StepSizes(tokens, seqs, rows, choices, num_drafts)
         if not num_drafts and counts[0] == counts[1] == counts[3]:
             sizes = StepSizes.decode(counts[0] + _PADDING)
         x = history.plans.logits(planned.logits_slots, number)

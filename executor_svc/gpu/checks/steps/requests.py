@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ import numpy as np
 from cadenza_common.plan.plan import AdmittedSequence, GroupAppends, GroupTable, StepPlan
 from cadenza_common.plan.sampling import SequenceSampling
 from executor_svc.batch.slots import Slots
-from executor_svc.plan.arrays import IntArray, ints
+from executor_svc.plan.arrays import FloatArray, IntArray, column, float_column
 from executor_svc.plan.limits import Limits
 
 LONGEST = 1500
@@ -57,7 +58,7 @@ def made_requests(vocab: int, rng: np.random.Generator) -> list[CheckedRequest]:
     some, last = rng.permutation(vocab)[: min(_LISTED, vocab // 2)], vocab - 1
     biases = rng.normal(size=len(some)).astype(np.float32) * 8
     stop = int(some[0])
-    nothing = {"allowed_token_ids": ints([5]), "bad_words": (ints([5]),)}
+    nothing = SequenceSampling(allowed_token_ids=[5], bad_words=([5],))
     parameters: list[SequenceSampling] = [
         SequenceSampling(),
         SequenceSampling(num_logprobs=min(5, vocab)),
@@ -70,19 +71,19 @@ def made_requests(vocab: int, rng: np.random.Generator) -> list[CheckedRequest]:
         SequenceSampling(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, num_logprobs=2),
         SequenceSampling(temperature=0.8, seed=9, sample_index=3, frequency_penalty=0.7, top_k=20),
         SequenceSampling(temperature=1.2, seed=9, sample_index=4),
-        SequenceSampling(bias_token_ids=ints(some), biases=biases),
-        SequenceSampling(temperature=0.9, seed=10, bad_words=(ints([last]), ints([7, 1, 2]), ints(some[:3]))),
-        SequenceSampling(temperature=1.0, seed=11, allowed_token_ids=np.sort(some)),
-        SequenceSampling(min_tokens=3, stop_token_ids=ints(some), temperature=0.5, seed=12, min_p=0.01),
+        SequenceSampling(bias_token_ids=column(some), biases=float_column(biases)),
+        SequenceSampling(temperature=0.9, seed=10, bad_words=([last], [7, 1, 2], column(some[:3]))),
+        SequenceSampling(temperature=1.0, seed=11, allowed_token_ids=column(np.sort(some))),
+        SequenceSampling(min_tokens=3, stop_token_ids=column(some), temperature=0.5, seed=12, min_p=0.01),
         SequenceSampling(num_candidates=4),
-        SequenceSampling(**nothing),
+        nothing,
     ]
     return [
         *map(CheckedRequest, parameters),
         CheckedRequest(SequenceSampling(), broken=True),
         CheckedRequest(SequenceSampling(temperature=0.6, seed=13, top_p=0.999), broken=True),
         CheckedRequest(SequenceSampling(temperature=0.6, seed=14, top_k=30, top_p=0.99), tied=True),
-        CheckedRequest(SequenceSampling(stop_token_ids=ints([stop])), ends=stop),
+        CheckedRequest(SequenceSampling(stop_token_ids=[stop]), ends=stop),
         CheckedRequest(SequenceSampling(), periodic=True),
         CheckedRequest(SequenceSampling(temperature=0.7, seed=15, top_p=0.9, num_logprobs=2), periodic=True),
         CheckedRequest(SequenceSampling(repetition_penalty=1.1, num_logprobs=1), periodic=True),
@@ -159,12 +160,14 @@ class CheckedPlans:
         """All that are ready go on."""
         return StepPlan(3, epoch=1, decode_ready=True, max_drafts=max_drafts)
 
-    def logits(self, slots: IntArray, step: int) -> np.ndarray:
+    def logits(self, slots: IntArray, step: int) -> FloatArray:
         """Return random logits [len(slots), vocab] float32 of rows of these slots."""
         # So even that a parameter that is not heeded mostly gives another token, and not so even that the host's sums
         # for top_p need the whole vocabulary.
         vocab = self.limits.vocab_size
-        x = self.rng.standard_normal((len(slots), vocab), dtype=np.float32) * max(1.0, np.float32(np.log10(vocab) - 2))
+        x = self.rng.standard_normal((len(slots), vocab), dtype=np.float32) * np.float32(
+            max(1.0, math.log10(vocab) - 2)
+        )
         for row, slot in enumerate(slots.tolist()):
             request = self.special[slot]
             if request.broken:
@@ -193,12 +196,11 @@ class CheckedPlans:
         blocks = min(limits.max_blocks_per_seq, -(-length // limits.block_size))
         if request.sampling.num_candidates:  # the plan of its token appends one
             blocks = max(1, min(blocks, limits.max_blocks_per_seq - 1))
-        first, *others = [self._pages(blocks * group.pages_per_block) for group in limits.groups]
+        first, *others = [column(self._pages(blocks * group.pages_per_block)) for group in limits.groups]
         return AdmittedSequence(
-            slot, ints(tokens), len(tokens) - (computed > 0), computed, first, request.sampling,
+            slot, column(tokens), len(tokens) - (computed > 0), computed, first, request.sampling,
             group_tables=[GroupTable(index, 0, pages) for index, pages in enumerate(others, 1)],
-            state_pages=np.arange(slot, slot + 1).repeat(limits.pages_per_state) * limits.pages_per_state
-            + np.arange(limits.pages_per_state),
+            state_pages=list(range(slot * limits.pages_per_state, (slot + 1) * limits.pages_per_state)),
             max_drafts=limits.max_drafts if request.periodic else 0,
             # One of them has less room for drafts.
             max_len=len(tokens) + DRAFTED + 1 if request.periodic and slot % 2 else 0,
@@ -208,7 +210,7 @@ class CheckedPlans:
         return self.rng.integers(0, self.limits.num_device_blocks, count)
 
 
-def drafted_logits(x: np.ndarray, drafts: Sequence[int]) -> None:
+def drafted_logits(x: FloatArray, drafts: Sequence[int]) -> None:
     """Let most of the rows' drafts be likely, so that they are accepted; drafts: of the token after each row, or -1."""
     for row, draft in enumerate(drafts):
         if draft >= 0 and row % 4:

@@ -125,7 +125,7 @@ class _Comparison:
             width, dtype = geometry.hidden_size, self._check.device.dtype
             device = self._check.device.torch_device
             label = f"rank_rows ({share.size} ranks, x {width} {str(dtype).removeprefix('torch.')})"
-            self._is_right(label, _ALONE, lambda _: rank_rows_reason(share, width, dtype, device))
+            self._is_right(label, _ALONE, _of_one_way(partial(rank_rows_reason, share, width, dtype, device)))
         while self._is_again():
             pass
 
@@ -147,7 +147,7 @@ class _Comparison:
         sampling = step.history.sampling
         self._moves(_CHANGES, step.sent)
         if step.history.drafts_here and step.planned.num_drafts is not None:
-            if not self._is_right(NGRAMS, (KERNEL, HOST), lambda _: step.drafted()):
+            if not self._is_right(NGRAMS, (KERNEL, HOST), _of_one_way(step.drafted)):
                 raise _SlotsAreOffError
             if self._fallbacks.way_of(NGRAMS) == HOST:
                 return
@@ -165,12 +165,13 @@ class _Comparison:
 
     def _chosen(self, step: CheckedStep, round: int) -> None:
         """Compare the choices of a round, and their logprobs."""
-        self._is_right(self._greedy, _ALONE, lambda _: chosen_reason(step, round, GREEDY))
+        self._is_right(self._greedy, _ALONE, _of_one_way(partial(chosen_reason, step, round, GREEDY)))
         self._reported(step, round, after_sampling=False)
         for kinds in kinds_of_step(step):
             if self._draws_here:
-                self._is_right(self._sampling, (KERNEL, HOST), lambda _, k=kinds: chosen_reason(step, round, k))
-        if self._draws_here:
+                compare = _of_one_way(partial(chosen_reason, step, round, kinds))
+                self._is_right(self._sampling, (KERNEL, HOST), compare)
+        if self._draws_here and self._sampling not in self._fallbacks.kept:
             self._reported(step, round, after_sampling=True)
 
     def _reported(self, step: CheckedStep, round: int, *, after_sampling: bool) -> None:
@@ -188,16 +189,16 @@ class _Comparison:
     def _counted(self, step: CheckedStep, count: Callable[[], None], *, is_all: bool = True) -> None:
         """Count tokens; compare the counts if these are all of the step."""
 
-        def reason(_: str) -> str | None:
+        def reason() -> str | None:
             count()
             return step.history.counts_reason() if is_all else None
 
         if self._draws_here:
-            self._is_right(self._penalties, (KERNEL, HOST), reason)
+            self._is_right(self._penalties, (KERNEL, HOST), _of_one_way(reason))
 
     def _moves(self, label: str, compare: Callable[[], str | None]) -> None:
         """Compare a kernel of slots. Raises KernelError if it is off, _SlotsAreOffError if it is used all the same."""
-        if not self._is_right(label, _ALONE, lambda _: compare()):
+        if not self._is_right(label, _ALONE, _of_one_way(compare)):
             raise _SlotsAreOffError
 
     def _is_right(self, label: str, ways: Sequence[str], compare: Callable[[str], str | None]) -> bool:
@@ -215,3 +216,8 @@ class _Comparison:
                 return True
             fallbacks.next_way(label, ways, reason)
         return label not in fallbacks.kept
+
+
+def _of_one_way(compare: Callable[[], str | None]) -> Callable[[str], str | None]:
+    """Return a comparison that takes a way; there is one alone to compare."""
+    return lambda _: compare()

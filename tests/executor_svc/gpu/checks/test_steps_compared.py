@@ -106,17 +106,21 @@ SEEN_OTHERWISE = {"sampling/sampling", "states/step", "rank_rows"}
     ),
 )
 def test_draws_that_are_off_are_the_hosts(
-    broken: Broken, label: str, reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    broken: Broken, label: str, reason: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*broken)
     model = loaded(folder)
-    found = compared(step_check(model)).reasons
+    found = compared(step_check(model, tmp_path)).reasons
     assert list(found) == [f"sampling/{label} (vocabulary 131)"]
     assert found.popitem()[1]["kernel"].startswith(reason)
     kernels = model.device.kernels
     assert isinstance(kernels, GpuStateKernels)
     assert kernels.step_ways == StepWays(draws_on_host=True)
     assert " other-" in kernels.name, "such an executor has another fingerprint"
+    again = step_check(loaded(folder), tmp_path)
+    compared(again)
+    assert again.checks.num_compared == 0
+    assert again.device.kernels.step_ways == StepWays(draws_on_host=True)  # type: ignore[attr-defined]
 
 
 def test_logprobs_copies_and_drafts_that_are_off_have_other_ways(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,12 +84,8 @@ class GpuStepExecutor:
         kernels = device.kernels
         assert isinstance(kernels, GpuExpertKernels)
         on_host = kernels.step_ways.drafts_on_host
-        self._device_slots = DeviceSlots(
-            limits,
-            torch_device,
-            extra_words=SlotSamplingState.extra_words(limits),
-            ngrams=None if on_host else ngrams_of(drafts),
-        )
+        ngrams, words = None if on_host else ngrams_of(drafts), SlotSamplingState.extra_words(limits)
+        self._device_slots = DeviceSlots(limits, torch_device, extra_words=words, ngrams=ngrams)
         self._slot_adapters = SlotAdapters(adapters, self._device_slots)
         draft = self._run(loaded, device, not enforce_eager, draft_model)
         self.grammars = grammars

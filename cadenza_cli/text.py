@@ -6,7 +6,11 @@ import os
 import shutil
 import sys
 import unicodedata
-from typing import TextIO
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from cadenza.info import DeviceMemory
 
 PIPE_CELLS = 1000
 """The width of a table in a pipe, where no line is wrapped."""
@@ -35,6 +39,15 @@ def size(num_bytes: int) -> str:
         if value < 1024 or unit == "TiB":
             break
     return f"{value:.1f} {unit}"
+
+
+def memory_parts(parts: Sequence[DeviceMemory]) -> list[str]:
+    """What an executor takes of a GPU's memory, part by part: as measured, and as computed before."""
+    return [
+        f"{printable(part.name)} {'-' * (part.measured_bytes < 0)}{size(abs(part.measured_bytes))} "
+        f"({size(part.computed_bytes)} computed)"
+        for part in parts
+    ]
 
 
 def write(text: str) -> None:

@@ -39,6 +39,7 @@ _LIST_HELP = """Print a line for each executor of a server.
 
 States: serving; draining: takes no new requests; stalled: a step runs for much longer than it should; lost: does not
 answer; refused: answers, but cannot serve here. Steps, tokens and prefix hits are counted since the server's start.
+Of a GPU's memory another line has what its parts take, as measured, beside what was computed before.
 """
 
 Address = Annotated[
@@ -176,7 +177,7 @@ def _print_table(executors: Sequence[ExecutorInfo]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from cadenza_cli.text import PIPE_CELLS, printable
+    from cadenza_cli.text import PIPE_CELLS, memory_parts, printable
 
     is_known = Console().is_terminal or os.environ.get("COLUMNS", "").isdigit()
     console = Console(width=None if is_known else PIPE_CELLS, emoji=False, markup=False, highlight=False)
@@ -191,6 +192,8 @@ def _print_table(executors: Sequence[ExecutorInfo]) -> None:
     for info in executors:
         if info.reason:
             console.print(f"{info.target} is {info.state}: {printable(info.reason)}", soft_wrap=True)
+        if info.memory:
+            console.print(f"{info.target} has of its GPU: {', '.join(memory_parts(info.memory))}", soft_wrap=True)
 
 
 def _figures(info: ExecutorInfo) -> list[str]:

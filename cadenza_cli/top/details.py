@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from cadenza.info import AdapterUse, ExecutorInfo, ServerInfo
-from cadenza_cli.text import number, printable, size
+from cadenza_cli.text import memory_parts, number, printable, size
 from cadenza_cli.top.figures import TIMES, ExecutorFigures, ServerFigures
 from cadenza_cli.top.lanes import share, tokens_per_step
 from cadenza_cli.top.rows import LineGroup, elide, named
@@ -110,6 +110,7 @@ class _DetailRows:
             self.row("  session", [f"incarnation {info.incarnation:016x}", f"epoch {info.epoch}"], 70 - later),
             *([self.row("  adapters", adapters, 57 - later)] if adapters else []),
             self.row("  memory", [_resident(info.resident_bytes)], 40 - later),
+            *([self.row("  of the GPU", memory_parts(info.memory), 38 - later)] if info.memory else []),
         ]
 
     def _indented(self, sentence: str) -> list[Text]:

@@ -78,6 +78,15 @@ class ServerLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a part of an executor takes of a GPU's memory."""
+
+    name: str  # such as "weights"
+    computed_bytes: int  # before it was made
+    measured_bytes: int  # what the GPU reported more in use afterwards
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorInfo:
     """One executor as the scheduler sees it."""
 
@@ -114,6 +123,7 @@ class ExecutorInfo:
     kv_group_windows: tuple[int, ...] = ()  # by KV group, 0: none; empty: a KV block is a page, and there are no states
     kv_group_pages: tuple[int, ...] = ()  # pages of a block in each KV group: then its blocks here are pages
     pages_per_state: int = 0  # of a sequence's recurrent state; 0: there is none
+    memory: tuple[DeviceMemory, ...] = ()  # of its GPU; empty: it has none, or has not been connected
 
     @property
     def state(self) -> str:

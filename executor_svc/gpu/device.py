@@ -21,6 +21,7 @@ from executor_svc.gpu.choices.few_bits import FewBitsChoices
 from executor_svc.gpu.choices.store import CheckStore, about_device
 from executor_svc.gpu.choices.ways import KernelChecks
 from executor_svc.gpu.compiled.kernel_cache import use_kernel_cache
+from executor_svc.gpu.compiled.keys import settle_keys
 from executor_svc.gpu.exact.linear import ExactLinear
 from executor_svc.gpu.exact.products import ExactProducts
 from executor_svc.gpu.kernels.attention.gluon.backend import PromptBackend
@@ -91,6 +92,7 @@ class GpuDevice:
             raise DeviceError(
                 f"--device cuda: this GPU has compute capability {arch // 10}.{arch % 10}, 8.0 is the least"
             )
+        settle_keys()
         self.choices = self._new_choices(config, arch)
         self._dtype_option, self._kv_option = config.dtype, config.kv_cache_dtype
         self.dtype = self.kv_dtype = self.matrix_dtype = torch.bfloat16
@@ -264,8 +266,9 @@ class GpuDevice:
         blocks, rest = divmod(pages, layout.num_tables)
         num_draft_layers = len(draft.layers)
         return GpuKVCache(
-            layout, blocks, config.num_cpu_blocks, self.torch_device, num_draft_layers, num_state_pages=rest
-        )
+            layout, blocks, config.num_cpu_blocks, self.torch_device, num_draft_layers, num_state_pages=rest,
+            by_torch=self._kernels.step_ways.copies_by_torch,
+        )  # fmt: skip
 
     def _bytes_for_kv(self, config: ExecutorConfig, beside: int) -> int:
         """Return the bytes left for the pool, after `beside` bytes and everything in memory."""

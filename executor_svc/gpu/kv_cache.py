@@ -19,7 +19,7 @@ from torch import Tensor
 
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.device.kv_layout import KVLayout
-from executor_svc.gpu.kernels.copy_pages import copy_pages
+from executor_svc.gpu.kernels.copy_pages import copy_pages, copy_pages_by_torch
 
 STAGING_BYTES = 256 << 20
 """Default size of the staging buffer; a larger swap waits for the bus."""
@@ -153,8 +153,13 @@ class GpuKVCache(KVCache):
         num_state_pages: int = 0,
         staging_bytes: int = STAGING_BYTES,
         streams: Streams | None = None,
+        by_torch: bool = False,
     ) -> None:
-        """Reserve memory for the blocks of all layers, and for the staging buffer if there are host blocks."""
+        """Reserve memory for the blocks of all layers, and for the staging buffer if there are host blocks.
+
+        by_torch: whether PyTorch copies pages, in the place of a kernel.
+        """
+        self._copy_pages = copy_pages_by_torch if by_torch else copy_pages
         super().__init__(
             layout, num_device_blocks, num_host_blocks, device, num_draft_layers, num_state_pages=num_state_pages
         )
@@ -229,10 +234,10 @@ class GpuKVCache(KVCache):
     def _move(
         self, source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_pairs: int
     ) -> None:
-        """Enqueue `copy_pages`, for ids on the host."""
+        """Enqueue a copy of pages, for ids on the host."""
         if num_pairs:
             read, written = self._on_device(source_ids), self._on_device(target_ids)
-            self.streams.compute(lambda: copy_pages(source, target, read, written, num_pairs))
+            self.streams.compute(lambda: self._copy_pages(source, target, read, written, num_pairs))
 
     def _on_device(self, ids: Tensor | None) -> Tensor | None:
         # PyTorch's cache of pinned memory keeps this until the copy is done.

@@ -7,6 +7,8 @@ of ranks with a kernel of its own. All operations are enqueued, and can be captu
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -48,6 +50,16 @@ class GpuRanks:
         """own: the kernels of this rank's model."""
         self.share = share
         self._own = own
+        self._is_alone = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, what runs takes this rank's own results for those of all: no rank waits for another."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """As in `RankKernels`: that of the model, as the field's sums over ranks have it, for half of the traffic."""
@@ -80,12 +92,12 @@ class GpuRanks:
             own.run(sent, lambda n: copy_columns(x[:n], sent[:n, :width]))
         y = own.new("rank logits", (num_rows, columns), x.dtype)
         if self.share.rank:
-            return own.run(y, lambda n: dist.gather(sent[:n], dst=0))
+            return own.run(y, lambda n: self._gather_to_first(sent[:n]))
         parts = own.new("rank parts of logits", (size * num_rows * each,), x.dtype)
 
         def run(n: int) -> None:
             gathered = parts[: size * n * each].view(size, n, each)
-            dist.gather(sent[:n], list(gathered.unbind()), dst=0)
+            self._gather_to_first(sent[:n], gathered)
             for rank, part in enumerate(gathered):
                 place = slice(rank * each, min((rank + 1) * each, columns))
                 copy_columns(part[:, : place.stop - place.start], y[:n, place])
@@ -111,5 +123,15 @@ class GpuRanks:
         """Return the rows x [T, columns] of all ranks, [N, T, columns], in memory `parts`."""
         size, (num_rows, width) = self.share.size, x.shape
         gathered = parts[: size * x.numel()].view(size * num_rows, width)
-        _gather(gathered, x)
+        if self._is_alone:
+            gathered.view(size, num_rows, width).copy_(x)
+        else:
+            _gather(gathered, x)
         return gathered.view(size, num_rows, width)
+
+    def _gather_to_first(self, x: Tensor, gathered: Tensor | None = None) -> None:
+        """Write the rows x of all ranks to `gathered` [N, ...] of rank 0."""
+        if not self._is_alone:
+            dist.gather(x, None if gathered is None else list(gathered.unbind()), dst=0)
+        elif gathered is not None:
+            gathered.copy_(x)

@@ -81,9 +81,11 @@ class GpuStepExecutor:
         self._device = torch_device
         self._functions = device.functions
         self._span = Spans(torch_device.type == "cuda")
-        self._device_slots = DeviceSlots(
-            limits, torch_device, extra_words=SlotSamplingState.extra_words(limits), ngrams=ngrams_of(drafts)
-        )
+        kernels = device.kernels
+        assert isinstance(kernels, GpuExpertKernels)
+        on_host = kernels.step_ways.drafts_on_host
+        ngrams, words = None if on_host else ngrams_of(drafts), SlotSamplingState.extra_words(limits)
+        self._device_slots = DeviceSlots(limits, torch_device, extra_words=words, ngrams=ngrams)
         self._slot_adapters = SlotAdapters(adapters, self._device_slots)
         draft = self._run(loaded, device, not enforce_eager, draft_model)
         self.grammars = grammars
@@ -95,13 +97,13 @@ class GpuStepExecutor:
             self._runner.sizes_of,
             self._runner.drafted,
             tokens_of_pass=0 if draft is None else draft.tokens_of_pass,
+            on_host=on_host,
         )
         self._passes, self._head = None, draft if isinstance(draft, GpuHead) else None
         if draft is not None:
             self._passes = DraftPasses(draft, self._runner, self._device_slots, self.sampling.sampler)
         self._pending: deque[GpuStep] = deque()
-        kernels = device.kernels
-        self.token_counts = sorted(kernels.tokens_of_tiles) if isinstance(kernels, GpuExpertKernels) else []
+        self.token_counts = sorted(kernels.tokens_of_tiles)
         """Tokens of steps that have kernels of their own, for warm-up."""
         pools.warm_up()
         self.sampling.warm_up()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cadenza_common.grammar.table import GrammarEngine
+from cadenza_common.plan.memory import MemoryPart
 from cadenza_common.wire.transport import MAX_STEP_LOGPROBS, PROTOCOL_VERSION
 from executor_svc.config import ExecutorConfig
 from executor_svc.plan.limits import GroupShape, Limits
@@ -78,17 +79,6 @@ class Fingerprint:
     digest: bytes
     """sha256 over all of the above, the fields of config.json that define the computation, and for weights in few bits
     their formats and whether activations are quantized."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPart:
-    """What a part of an executor takes of its device's memory, in bytes."""
-
-    name: str
-    computed: int
-    """Before it was made."""
-    measured: int
-    """What the device reported after it was made, less what it had reported before."""
 
 
 class ModelFacts(Protocol):

@@ -47,7 +47,12 @@ def row_logprobs(
     ):
         return RowLogprobs(rows, found[0], found[1], np.minimum(num_top, vocab), found[2], found[3])
     parts = [
-        _logprobs_of_few(take_rows(logits, source_rows(few, sources)), tokens[few], widest, functions)
+        logprobs_of_few(
+            take_rows(logits, source_rows(few, sources)),
+            torch.from_numpy(tokens[few])[:, None].to(logits.device),
+            widest,
+            functions,
+        )
         for few in chunks(rows, vocab)
     ]
     chosen, ranks, best, top = (torch.cat(columns).cpu().numpy() for columns in zip(*parts, strict=True))
@@ -57,7 +62,7 @@ def row_logprobs(
 def _logprobs_by_standings(
     logits: Tensor, tokens: IntArray, rows: IntArray, num_top: int, functions: RowFunctions, sources: IntArray | None
 ) -> tuple[FloatArray, IntArray, IntArray, FloatArray] | None:
-    """As `_logprobs_of_few` of all rows, as arrays; None: the device has no such function."""
+    """As `logprobs_of_few` of all rows, as arrays; None: the device has no such function."""
     places, chosen = source_rows(rows, sources), tokens[rows]
     logits = logits.contiguous()
     standings = functions.standings(logits, places, chosen)
@@ -74,12 +79,14 @@ def _logprobs_by_standings(
     )
 
 
-def _logprobs_of_few(
-    x: Tensor, tokens: IntArray, num_top: int, functions: RowFunctions
+def logprobs_of_few(
+    x: Tensor, chosen: Tensor, num_top: int, functions: RowFunctions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return logprob and rank [n] of each row's token, ids and logprobs [n, num_top] of its best tokens."""
+    """Return logprob and rank [n] of each row's token, ids and logprobs [n, num_top] of its best tokens.
+
+    x: [n, vocab] float32; chosen: [n, 1] int64 on its device. Does not wait for a GPU.
+    """
     device = x.device
-    chosen = torch.from_numpy(tokens)[:, None].to(device)
     log_total = log_sum_exp(x, functions)
     value = x.gather(1, chosen)
     ahead = (x > value) | ((x == value) & (torch.arange(x.shape[1], device=device) < chosen))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from cadenza_common.grammar.table import GrammarEngine
+from cadenza_common.serving.memory_parts import memory_to_wire
 from executor_svc.plan.description import Description, Fingerprint, ModelGeometry
 from executor_svc.plan.limits import Limits
 
@@ -39,6 +40,7 @@ def description_to_wire(description: Description) -> pb.DescribeResponse:
         grammar=_grammar(description.grammar),
         media_token_ids=loaded.media_token_ids,
         default_sampling=types_pb2.SamplingParams(**description.default_sampling),  # type: ignore[arg-type]
+        memory=map(memory_to_wire, description.memory),
     )
 
 

@@ -17,7 +17,9 @@ from cadenza_common.settings import service as settings
 from cadenza_common.telemetry.logs import report_error
 from executor_svc.config import ExecutorConfig
 from executor_svc.errors import StartError
+from executor_svc.gpu.checks.fallbacks import Fallbacks
 from executor_svc.gpu.checks.model_steps import ModelSteps
+from executor_svc.gpu.checks.steps.step_check import StepCheck
 from executor_svc.gpu.compiled.ahead import MULTIPROCESSORS, compiling_for
 from executor_svc.gpu.compiled.kernel_cache import COMPILED, use_kernel_cache
 from executor_svc.gpu.device import GpuDevice
@@ -58,6 +60,9 @@ def compile_ahead(config: ExecutorConfig, arch: int) -> None:
             steps = ModelSteps.of(loaded, device, config, layers)
             for _, chunks in steps.steps():
                 steps.run(steps.fill(chunks))
+        if config.kernel_checks != "off":
+            check = StepCheck(loaded, device, config, device.choices, layers)
+            check.launch(Fallbacks(device.kernels, device.choices))
         run_trial(loaded, device, config, draft)
         pools = device.new_kv_cache(loaded.geometry, config, 0, layers)
         limits = with_adapters(limits_of(config, loaded.geometry, pools), adapters)

@@ -32,6 +32,7 @@ from executor_svc.ranks.steps import MemberRanks
 from executor_svc.startup.adapters import adapter_sizes, make_adapters, with_adapters
 from executor_svc.startup.executors import run_trial
 from executor_svc.startup.fingerprint import fingerprint
+from executor_svc.startup.gpu_report import check_kernels
 from executor_svc.startup.held import Held, held_by, limit_adapters, read_held
 from executor_svc.startup.leader import Leader
 from executor_svc.startup.rank_kernels import make_ranks
@@ -103,6 +104,7 @@ def build_first_on_gpus(config: ExecutorConfig, device: Device, leader: Leader) 
     try:
         loaded = load_model(config, device, adapter_sizes(config, device), leader.join)
         part = _RankPart(config, device, loaded, leader.make_adapters(loaded))
+        check_kernels(config, device, loaded, None)
         held = leader.agree(loaded, part.make_pools(), part.adapters)
         executor, pools = part.executor(held)
         executor.ranks.join(leader.begin(loaded))
@@ -139,6 +141,7 @@ def build_member_on_gpus(config: ExecutorConfig, device: Device, joined: Joined)
     try:
         loaded = load_model(config, device, adapter_sizes(config, device), join)
         part = _RankPart(config, device, loaded, make_adapters(config, device, loaded, joined.on_host))
+        check_kernels(config, device, loaded, None)
         held = held_by(loaded, part.make_pools(), part.adapters, device)
         joined.link.send(Frame.HELD, json.dumps(held).encode())
         executor, _ = part.executor(read_held(json.loads(joined.expect(Frame.SIZES))))

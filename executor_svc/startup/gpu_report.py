@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from cadenza_common.plan.memory import MemoryPart
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.models.loading import LoadedModel
-from executor_svc.plan.description import MemoryPart
 from executor_svc.startup.speculation import Draft
 
 _log = logging.getLogger(__name__)
@@ -85,11 +85,12 @@ class StartReport:
 
 
 def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, draft: Draft | None) -> bool:
-    """Compare the kernels of a model, and of its draft model or head, with references, on a GPU where none has been.
+    """Compare the kernels of a model, of its draft model or head, and of what surrounds it in steps, with references.
 
     With --kernel-checks report what is wrong is logged, with off nothing is compared. Raises KernelError, naming what
-    has no right way to be computed. Models through transformers and ranks are not compared. Returns whether steps are
-    for CUDA graphs: they are not if PyTorch stands in for attention, by thousands of operations.
+    has no right way to be computed. Models through transformers are not compared; a rank compares its own part, and
+    waits for no other. Returns whether steps are for CUDA graphs: they are not if PyTorch stands in for attention, by
+    thousands of operations.
     """
     if device.torch_device.type != "cuda" or not loaded.recordable:
         return True
@@ -97,6 +98,7 @@ def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, d
         _log.warning("kernels: not compared (--kernel-checks off); wrong ones would give wrong tokens")
         return True
     from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
+    from executor_svc.gpu.checks.steps.step_check import StepCheck
     from executor_svc.gpu.device import GpuDevice
 
     assert isinstance(device, GpuDevice)
@@ -104,7 +106,8 @@ def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, d
     models = [ModelCheck(loaded, device, config, device.choices, layers)]
     if draft is not None:
         models.append(ModelCheck(loaded, device, config, device.choices, layers, draft.model))
-    return not compare_models(models).is_slow
+    steps = StepCheck(loaded, device, config, device.choices, layers)
+    return not compare_models(models, steps).is_slow
 
 
 def memory_text(parts: list[MemoryPart], used: int, total: int, bound: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from cadenza.v1 import generation_pb2 as pb
 from cadenza.v1 import types_pb2
 from cadenza_common.plan.result import LogprobColumns, TokenLogprobs
+from cadenza_common.serving.memory_parts import memory_to_wire
 from cadenza_common.serving.slices import Work, run_at_once, to_list
 from scheduler_svc.convert.request_parts import chat_fields, grammar_fields, grammar_without_eos
 from scheduler_svc.core.types import Finish, FinishDetail
@@ -166,6 +167,7 @@ _LOAD = {field.name for field in fields(Load)}
 _OF_ALL = _LOAD & {field.name for field in pb.SchedulerLoad.DESCRIPTOR.fields}
 _OF_ONE = _LOAD & {field.name for field in pb.ExecutorInfo.DESCRIPTOR.fields}
 _OF_STATE = {field.name for field in fields(ExecutorState)} & {f.name for f in pb.ExecutorInfo.DESCRIPTOR.fields}
+_OF_STATE -= {"memory"}  # of messages
 
 
 def load(value: Load, *, num_client_tasks: int) -> pb.SchedulerLoad:
@@ -190,7 +192,8 @@ def fault_counts(faults: Faults) -> list[pb.FaultCount]:
 def executor_info(state: ExecutorState) -> pb.ExecutorInfo:
     """Return the scheduler's state of one executor."""
     own = {name: getattr(state, name) for name in _OF_STATE}
-    return pb.ExecutorInfo(**own, **{name: getattr(state.load, name) for name in _OF_ONE})
+    of_load = {name: getattr(state.load, name) for name in _OF_ONE}
+    return pb.ExecutorInfo(**own, **of_load, memory=map(memory_to_wire, state.memory))
 
 
 def _resume_point(message: pb.ResumePoint) -> ResumePoint:

@@ -8,6 +8,7 @@ from cadenza.v1 import execution_pb2 as pb
 from cadenza.v1 import types_pb2
 from cadenza_common.grammar.table import GrammarEngine
 from cadenza_common.plan.errors import ProtocolError
+from cadenza_common.serving.memory_parts import memory_from_wire
 from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.plan_loop.ports import ModelDescription
 
@@ -48,6 +49,7 @@ def model_description(message: pb.DescribeResponse) -> ModelDescription:
         model_type=model.model_type,
         media_token_ids=frozenset(message.media_token_ids),
         default_sampling=message.default_sampling.SerializeToString(),
+        memory=tuple(map(memory_from_wire, message.memory)),
         gives_prompt_logprobs=pb.EXECUTOR_FEATURE_PROMPT_LOGPROBS in message.features,
         has_logits_processors=pb.EXECUTOR_FEATURE_LOGITS_PROCESSORS in message.features,
         can_copy=pb.EXECUTOR_FEATURE_BLOCK_COPY in message.features,

@@ -146,6 +146,7 @@ class PlanLoop:
             kv_group_windows=[group.window or 0 for group in groups],
             kv_group_pages=[group.pages_per_block for group in groups],
             pages_per_state=lane.spec.pages_per_state if lane is not None else 0,
+            memory=model.memory if model is not None else (),
         )
 
     def wake(self) -> None:

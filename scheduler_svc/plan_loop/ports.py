@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from cadenza_common.plan.memory import MemoryPart
 from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult
 from cadenza_common.telemetry.trace_context import TraceContext
@@ -79,6 +80,8 @@ class ModelDescription:
     """The most drafts of a sequence in one step; 0: no speculative decoding."""
     adaptive_drafts: bool = False
     """Whether the core chooses their number by what steps have cost and accepted."""
+    memory: tuple[MemoryPart, ...] = ()
+    """What it takes of a GPU's memory; of a CPU nothing."""
 
     @property
     def num_kv_tokens(self) -> int:
@@ -332,6 +335,7 @@ class ExecutorState:
     kv_group_windows: Sequence[int] = ()
     kv_group_pages: Sequence[int] = ()
     pages_per_state: int = 0
+    memory: Sequence[MemoryPart] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from cadenza.calls.loop_thread import LoopThread
-from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from cadenza.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2
 from cadenza_cli.app import run
 
 FIRST, SECOND = "127.0.0.1:50052", "[::1]:50053"
@@ -34,7 +34,13 @@ class FakeServer(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.A
             num_swapped=1, num_device_blocks=2048, num_used_device_blocks=12, num_steps=1234, num_output_tokens=56789,
             num_prefix_queries=4, num_prefix_hits=3,
         )  # fmt: skip
-        second = generation_pb2.ExecutorInfo(target=SECOND, index=4, device="gpu\x1b", refusal="another model, b\x1b")
+        memory = [
+            types_pb2.MemoryPart(name="weights\x1b", computed_bytes=15 << 30, measured_bytes=16 << 30),
+            types_pb2.MemoryPart(name="KV blocks", computed_bytes=50 << 20, measured_bytes=-(1 << 20)),
+        ]
+        second = generation_pb2.ExecutorInfo(
+            target=SECOND, index=4, device="gpu\x1b", refusal="another model, b\x1b", memory=memory
+        )
         return generation_pb2.GetServerInfoResponse(executors=[first, second])
 
     async def _note(self, name, request, context):
@@ -92,11 +98,14 @@ def executors(server):
 def test_the_list_has_a_line_for_each_executor_and_the_reason_of_a_refusal(executors, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert executors("list") == 0
-    head, first, second, reason = capsys.readouterr().out.splitlines()
+    head, first, second, reason, memory = capsys.readouterr().out.splitlines()
     assert head.split()[:5] == ["executor", "state", "device", "KV", "blocks"]
     assert first.split() == [FIRST, "serving", "cpu", "12/2,048", "3", "2", "1", "1,234", "56,789", "75%"]
     assert second.split() == [SECOND, "refused", "gpu", "-", "0", "0", "0", "0", "0", "-"]
     assert reason == f"{SECOND} is refused: another model, b"
+    assert memory == (
+        f"{SECOND} has of its GPU: weights 16.0 GiB (15.0 GiB computed), KV blocks -1.0 MiB (50.0 MiB computed)"
+    )
 
 
 def test_the_list_as_json(executors, capsys):
@@ -105,6 +114,7 @@ def test_the_list_as_json(executors, capsys):
     assert (first["target"], first["state"], first["num_output_tokens"]) == (FIRST, "serving", 56789)
     assert first["incarnation"] == "8000000000000000", "too large for a number of JSON"
     assert (second["index"], second["state"], second["refusal"]) == (4, "refused", "another model, b\x1b")
+    assert (first["memory"], second["memory"][0]["computed_bytes"]) == ([], 15 << 30)
 
 
 @pytest.mark.parametrize(

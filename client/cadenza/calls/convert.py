@@ -11,6 +11,7 @@ from cadenza.info import (
     AdapterUse,
     AddedToken,
     ChatExamples,
+    DeviceMemory,
     ExecutorInfo,
     FaultCount,
     ModelInfo,
@@ -216,7 +217,7 @@ def server_info_from_proto(message: generation_pb2.GetServerInfoResponse) -> Ser
         protocol_version=message.protocol_version,
         options=dict(message.options),
         load=ServerLoad(**_same_names(ServerLoad, message.load)),
-        executors=[ExecutorInfo(**_same_names(ExecutorInfo, executor)) for executor in message.executors],
+        executors=[_executor(executor) for executor in message.executors],
         uptime_s=message.uptime_s,
         draining=message.draining,
         resident_bytes=message.resident_bytes,
@@ -224,6 +225,11 @@ def server_info_from_proto(message: generation_pb2.GetServerInfoResponse) -> Ser
         faults=[_fault(fault) for fault in message.faults],
         adapters=[AdapterUse(**_same_names(AdapterUse, use)) for use in message.adapters],
     )
+
+
+def _executor(message: generation_pb2.ExecutorInfo) -> ExecutorInfo:
+    memory = tuple(DeviceMemory(**_same_names(DeviceMemory, part)) for part in message.memory)
+    return ExecutorInfo(**_same_names(ExecutorInfo, message) | {"memory": memory})
 
 
 def _fault(message: generation_pb2.FaultCount) -> FaultCount:

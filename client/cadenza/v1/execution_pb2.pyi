@@ -219,6 +219,7 @@ class DescribeResponse(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     MEDIA_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; 1."""
     incarnation: _builtins.int
@@ -269,6 +270,10 @@ class DescribeResponse(_message.Message):
         refused.
         """
 
+    @_builtins.property
+    def memory(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.MemoryPart]:
+        """What it takes of a GPU's memory, in the order of its start; empty on a CPU."""
+
     def __init__(
         self,
         *,
@@ -287,10 +292,11 @@ class DescribeResponse(_message.Message):
         grammar: Global___GrammarEngine | None = ...,
         default_sampling: _types_pb2.SamplingParams | None = ...,
         media_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        memory: _abc.Iterable[_types_pb2.MemoryPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "default_sampling", b"default_sampling", "fingerprint", b"fingerprint", "grammar", b"grammar", "kv", b"kv", "limits", b"limits", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "default_sampling", b"default_sampling", "device", b"device", "eos_token_ids", b"eos_token_ids", "features", b"features", "fingerprint", b"fingerprint", "grammar", b"grammar", "incarnation", b"incarnation", "kv", b"kv", "limits", b"limits", "media_token_ids", b"media_token_ids", "model", b"model", "protocol_version", b"protocol_version", "tokenizer", b"tokenizer", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "default_sampling", b"default_sampling", "device", b"device", "eos_token_ids", b"eos_token_ids", "features", b"features", "fingerprint", b"fingerprint", "grammar", b"grammar", "incarnation", b"incarnation", "kv", b"kv", "limits", b"limits", "media_token_ids", b"media_token_ids", "memory", b"memory", "model", b"model", "protocol_version", b"protocol_version", "tokenizer", b"tokenizer", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -1214,6 +1214,7 @@ class ExecutorInfo(_message.Message):
     KV_GROUP_WINDOWS_FIELD_NUMBER: _builtins.int
     KV_GROUP_PAGES_FIELD_NUMBER: _builtins.int
     PAGES_PER_STATE_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     target: _builtins.str
     """Its address."""
     connected: _builtins.bool
@@ -1288,6 +1289,10 @@ class ExecutorInfo(_message.Message):
     def kv_group_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Pages of a block in each KV group; [num_groups]. Then blocks of this message and of SchedulerLoad are pages."""
 
+    @_builtins.property
+    def memory(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.MemoryPart]:
+        """What it takes of a GPU's memory, in the order of its start; empty: it has none, or has not been connected."""
+
     def __init__(
         self,
         *,
@@ -1324,10 +1329,11 @@ class ExecutorInfo(_message.Message):
         kv_group_windows: _abc.Iterable[_builtins.int] | None = ...,
         kv_group_pages: _abc.Iterable[_builtins.int] | None = ...,
         pages_per_state: _builtins.int = ...,
+        memory: _abc.Iterable[_types_pb2.MemoryPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "draining", b"draining", "epoch", b"epoch", "incarnation", b"incarnation", "index", b"index", "kv_group_pages", b"kv_group_pages", "kv_group_windows", b"kv_group_windows", "last_step_id", b"last_step_id", "max_drafts", b"max_drafts", "max_loaded_adapters", b"max_loaded_adapters", "max_num_seqs", b"max_num_seqs", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_device_blocks", b"num_cached_device_blocks", "num_device_blocks", b"num_device_blocks", "num_drafts", b"num_drafts", "num_inflight_plans", b"num_inflight_plans", "num_loaded_adapters", b"num_loaded_adapters", "num_output_tokens", b"num_output_tokens", "num_prefix_hits", b"num_prefix_hits", "num_prefix_queries", b"num_prefix_queries", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_used_device_blocks", b"num_used_device_blocks", "num_waiting", b"num_waiting", "pages_per_state", b"pages_per_state", "refusal", b"refusal", "resident_bytes", b"resident_bytes", "stalled_s", b"stalled_s", "stalled_step_id", b"stalled_step_id", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connected", b"connected", "device", b"device", "draining", b"draining", "epoch", b"epoch", "incarnation", b"incarnation", "index", b"index", "kv_group_pages", b"kv_group_pages", "kv_group_windows", b"kv_group_windows", "last_step_id", b"last_step_id", "max_drafts", b"max_drafts", "max_loaded_adapters", b"max_loaded_adapters", "max_num_seqs", b"max_num_seqs", "memory", b"memory", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_device_blocks", b"num_cached_device_blocks", "num_device_blocks", b"num_device_blocks", "num_drafts", b"num_drafts", "num_inflight_plans", b"num_inflight_plans", "num_loaded_adapters", b"num_loaded_adapters", "num_output_tokens", b"num_output_tokens", "num_prefix_hits", b"num_prefix_hits", "num_prefix_queries", b"num_prefix_queries", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_used_device_blocks", b"num_used_device_blocks", "num_waiting", b"num_waiting", "pages_per_state", b"pages_per_state", "refusal", b"refusal", "resident_bytes", b"resident_bytes", "stalled_s", b"stalled_s", "stalled_step_id", b"stalled_step_id", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1001,6 +1001,36 @@ class LogprobColumns(_message.Message):
 Global___LogprobColumns: _TypeAlias = LogprobColumns  # noqa: Y015
 
 @_typing.final
+class MemoryPart(_message.Message):
+    """MemoryPart is what a part of an executor takes of its device's memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    COMPUTED_BYTES_FIELD_NUMBER: _builtins.int
+    MEASURED_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Such as "weights", "KV blocks", "steps and graphs"."""
+    computed_bytes: _builtins.int
+    """Bytes that were computed for it before it was made; 0: none were."""
+    measured_bytes: _builtins.int
+    """Bytes that the device reported in use after it was made, less those before; below 0 where memory was given back."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        computed_bytes: _builtins.int = ...,
+        measured_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_bytes", b"computed_bytes", "measured_bytes", b"measured_bytes", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryPart: _TypeAlias = MemoryPart  # noqa: Y015
+
+@_typing.final
 class NumericsFingerprint(_message.Message):
     """NumericsFingerprint lists everything that affects numerical results. Executors with equal fingerprints in exact mode
     compute identical tokens.

@@ -7,7 +7,8 @@ exact mode.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,11 +24,15 @@ from executor_svc.gpu.choices.ways import KernelChecks, KernelError
 from executor_svc.gpu.exact.linear import ExactLinear
 from executor_svc.gpu.kernels.attention.by_torch import BY_TORCH
 from executor_svc.gpu.kernels.few_bits.widening import rows_at_once, widen
+from executor_svc.gpu.kernels.step_ways import StepWays
 from executor_svc.gpu.linear import Fp8Linear, PlainLinear, SumsWorkspace, W8Linear
 from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.gpu.stored_linear import GpuStoredLinear, PackedRows
 
-KERNEL, TORCH, OWN, _TILES_OF = "kernel", "torch", "product of exact mode", "tiles of "
+KERNEL, TORCH, HOST, OWN, _TILES_OF = "kernel", "torch", "host", "product of exact mode", "tiles of "
+SAMPLING, PENALTIES, LOGPROBS = "sampling/sampling", "sampling/penalties", "sampling/logprobs"
+NGRAMS, COPIES = "slots/ngram_drafts", "copy_pages"
+"""Kernels of steps that have another way, as their labels begin."""
 _ATTENTIONS = "attention", "latent_attention"
 _TILES = (80, 86)
 """Compute capabilities whose tiles of attention other GPUs can have: less shared memory, and no copy engine."""
@@ -36,8 +41,9 @@ _TILES = (80, 86)
 class Fallbacks:
     """By which way calls are computed, by their labels; those that are not named, by their kernel."""
 
-    def __init__(self, kernels: GpuStateKernels, checks: KernelChecks) -> None:
-        self._kernels, self._checks = kernels, checks
+    def __init__(self, kernels: GpuStateKernels, checks: KernelChecks, *, divided: bool = False) -> None:
+        """divided: whether the model is divided among ranks, whose steps must have the same sizes and parts."""
+        self._kernels, self._checks, self._divided = kernels, checks, divided
         self._name = kernels.name
         kernels.tiles_of = self.tiles_of
         self.ways: dict[str, str] = {}
@@ -60,24 +66,47 @@ class Fallbacks:
         self.seconds |= seconds
         self._install()
 
+    def once(self, key: str, compare: Callable[[], None]) -> None:
+        """Compare, unless an earlier start has and this key says what it found; what is kept is said at each start."""
+        known = self._checks.store.known(key)
+        if known is not None:
+            self.adopt(known["ways"], known["reasons"], known["seconds_of"])
+            self._checks.num_known += known["compared"]
+            return
+        before, began = self._checks.num_compared, time.monotonic()
+        compare()
+        if not self.kept:
+            self._checks.store.keep(key, {
+                "ways": self.ways, "reasons": self.reasons, "compared": self._checks.num_compared - before,
+                "seconds": round(time.monotonic() - began, 2), "seconds_of": self.seconds,
+            })  # fmt: skip
+
     def fall_back(self, call: RecordedCall, reason: str) -> None:
         """Give calls of this label their next way. Raises KernelError, naming it, if there is none.
 
         What is to be reported alone keeps its way, if that gives results.
         """
-        if self._checks.reports and self._checks.runs(call.label, self.way_of(call.label)):
-            self.kept[call.label] = reason
+        hint = "; --numerics exact has no other way, fast may have" if self._kernels.exact is not None else ""
+        self.next_way(call.label, self._possible(call), reason, hint)
+
+    def next_way(self, label: str, possible: Sequence[str], reason: str, hint: str = "") -> None:
+        """Give what a label names the next of its possible ways, as its way is off for this reason; see `fall_back`.
+
+        hint: what a refusal says beside the reasons.
+        """
+        if self._checks.reports and self._checks.runs(label, self.way_of(label)):
+            self.kept[label] = reason
             return
-        self.kept.pop(call.label, None)
-        reasons = self.reasons.setdefault(call.label, {})
-        reasons[self.way_of(call.label)] = reason
-        way = next((each for each in self._possible(call) if each not in reasons), None)
+        self.kept.pop(label, None)
+        reasons = self.reasons.setdefault(label, {})
+        reasons[self.way_of(label)] = reason
+        # With ranks, all would have to know that the host has a part of steps.
+        possible = [each for each in possible if not (each == HOST and self._divided)]
+        way = next((each for each in possible if each not in reasons), None)
         if way is None:
             tried = ", ".join(f"{each} {why}" for each, why in reasons.items())
-            hint = "; --numerics exact has no other way, fast may have" if self._kernels.exact is not None else ""
-            hint += self._checks.hint(call.label, reasons)
-            raise KernelError(f"{call.label}: no way is right on this GPU: {tried}{hint}")
-        self.ways[call.label] = way
+            raise KernelError(f"{label}: no way is right on this GPU: {tried}{hint}{self._checks.hint(label, reasons)}")
+        self.ways[label] = way
         self._install()
 
     def lines(self) -> list[str]:
@@ -109,7 +138,8 @@ class Fallbacks:
         if self._kernels.exact is not None:
             return [KERNEL]
         if call.name in _ATTENTIONS:
-            return [KERNEL, *(f"{_TILES_OF}{arch}" for arch in _TILES if arch != self._kernels.arch), TORCH]
+            tiles = [f"{_TILES_OF}{arch}" for arch in _TILES if arch != self._kernels.arch]
+            return [KERNEL, *tiles, *([] if self._divided else [TORCH])]
         if call.name == "linear" and isinstance(call.values["linear"], PlainLinear):
             return [KERNEL, OWN]
         if call.name == "linear" and not _is_replaceable(call.values["linear"]):
@@ -124,11 +154,21 @@ class Fallbacks:
             label.partition(" ")[0]
             for label, way in self.ways.items()
             if way in (TORCH, OWN) and not label.startswith(_ATTENTIONS)
-        }:
+        } & set(MEANINGS):
             setattr(kernels, name, partial(self._call, name, getattr(kernels, name)))
+        kernels.step_ways = StepWays(
+            draws_on_host=self._has(HOST, SAMPLING, PENALTIES),
+            logprobs_by_torch=self._has(TORCH, LOGPROBS),
+            drafts_on_host=self._has(HOST, NGRAMS),
+            copies_by_torch=self._has(TORCH, COPIES),
+        )
         # Executors that compute otherwise have other fingerprints.
         digest = hashlib.sha256("\n".join(changed).encode()).hexdigest()[:8]
         kernels.name = f"{self._name} other-{digest}" if changed else self._name
+
+    def _has(self, way: str, *names: str) -> bool:
+        """Return whether a label that begins with one of these names has this way."""
+        return any(each == way and label.startswith(names) for label, each in self.ways.items())
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
         kernels, recording = self._kernels, self._kernels.current_recording

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,9 +26,11 @@ from executor_svc.gpu.checks.fallbacks import Fallbacks
 from executor_svc.gpu.checks.linears import repeated
 from executor_svc.gpu.checks.model_steps import LONG, ModelSteps
 from executor_svc.gpu.checks.operations import RecordedCall, noted
+from executor_svc.gpu.checks.steps.step_check import StepCheck
 from executor_svc.gpu.choices.ways import KernelChecks, Tolerance
 from executor_svc.gpu.kernels.gpu_kernels import GpuRecording
 from executor_svc.gpu.linear import PlainLinear
+from executor_svc.gpu.ranks import GpuRanks
 from executor_svc.gpu.skinny.recording import EitherKernels
 from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.models.decoder import Decoder
@@ -86,30 +88,18 @@ class ModelCheck:
     @torch.inference_mode()
     def run(self, fallbacks: Fallbacks) -> None:
         """Compare, unless an earlier start has, and let fall back what is not right. Raises KernelError."""
-        kernels, key = self.device.kernels, self._key()
-        assert isinstance(kernels, GpuStateKernels)
-        known = self.checks.store.known(key)
-        if known is None:
-            self._compare(kernels, fallbacks, key)
-        else:
-            fallbacks.adopt(known["ways"], known["reasons"], known["seconds_of"])
-            self.checks.num_known += known["compared"]
+        fallbacks.once(self._key(), lambda: self._compare(fallbacks))
 
-    def _compare(self, kernels: GpuStateKernels, fallbacks: Fallbacks, key: str) -> None:
+    def _compare(self, fallbacks: Fallbacks) -> None:
+        kernels = self.device.kernels
+        assert isinstance(kernels, GpuStateKernels)
         while True:
-            before, began = self.checks.num_compared, time.monotonic()
-            with kernels.passing():
+            with kernels.passing(), alone(self.loaded):
                 failures = self._failures(kernels, fallbacks)
             if not failures:
-                break
+                return
             for failure in failures.values():
                 fallbacks.fall_back(failure.call, failure.reason)
-        if fallbacks.kept:
-            return  # the next start says it again
-        self.checks.store.keep(key, {
-            "ways": fallbacks.ways, "reasons": fallbacks.reasons, "compared": self.checks.num_compared - before,
-            "seconds": round(time.monotonic() - began, 2), "seconds_of": fallbacks.seconds,
-        })  # fmt: skip
 
     def _failures(self, kernels: GpuStateKernels, fallbacks: Fallbacks) -> dict[str, _Failure]:
         """Run all steps; returns the first failure of each label."""
@@ -204,7 +194,8 @@ class ModelCheck:
         loaded, config = self.loaded, self.config
         parts = (
             loaded.spec_digest.hex(), loaded.geometry, self.device.isa, self.device.numerics, self.device.kv_dtype,
-            self.device.few_bits.forms, config.block_size, loaded.ranks is None, self.long,
+            self.device.few_bits.forms, config.block_size, None if loaded.ranks is None else loaded.ranks.share,
+            self.long,
             None if loaded.adapters is None else loaded.adapters.sizes,
             None if self.draft_model is None else (
                 self.draft_model.attention_shapes, self.draft_model.num_layers, config.speculative,
@@ -213,6 +204,11 @@ class ModelCheck:
         )  # fmt: skip
         name = f"{loaded.geometry.architecture} {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
         return f"operations of {name}"
+
+
+def alone(loaded: LoadedModel) -> AbstractContextManager[None]:
+    """Return a context in which a rank's operations wait for no other rank."""
+    return loaded.ranks.alone() if isinstance(loaded.ranks, GpuRanks) else nullcontext()
 
 
 def _of(recording: GpuRecording, calls: Sequence[RecordedCall]) -> list[RecordedCall]:
@@ -234,16 +230,20 @@ def _reason(call: RecordedCall, found: Tensor, expected: Tensor) -> str | None:
     return tolerance.reason_against(found, expected)
 
 
-def compare_models(models: Sequence[ModelCheck]) -> Fallbacks:
+def compare_models(models: Sequence[ModelCheck], steps: StepCheck | None = None) -> Fallbacks:
     """Compare models of one device, and say in one line how it went; returns what has fallen back.
+
+    steps: what they are surrounded by, to be compared too.
 
     Raises KernelError, naming what has no right way to be computed.
     """
     began, checks, kernels = time.monotonic(), models[0].checks, models[0].device.kernels
     assert isinstance(kernels, GpuStateKernels)
-    fallbacks = Fallbacks(kernels, checks)
+    fallbacks = Fallbacks(kernels, checks, divided=models[0].loaded.ranks is not None)
     for each in models:
         each.run(fallbacks)
+    if steps is not None:
+        steps.run(fallbacks)
     checks.fallen += fallbacks.lines()
     checks.kept += [f"{label}: {reason}" for label, reason in fallbacks.kept.items()]
     checks.log(time.monotonic() - began)

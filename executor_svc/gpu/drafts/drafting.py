@@ -52,15 +52,16 @@ class GpuDrafting:
         graphs: Sequence[StepSizes],
         *,
         tokens_of_pass: int = 0,
+        on_host: bool = False,
     ) -> None:
-        """source: needs no report of computed steps; n-grams are drafted on the device. None: there are no drafts, but
-        those of a draft model or head, if tokens_of_pass is set.
+        """source: needs no report of computed steps; n-grams are drafted on the device, unless on_host is set. None:
+        there are no drafts, but those of a draft model or head, if tokens_of_pass is set.
 
         sizes_of: returns the padded sizes of a step. graphs: sizes with a graph, of decodes with drafts.
         tokens_of_pass: the most tokens that drafting passes compute of a sequence.
         """
         self._slots, self._on_device = slots, on_device
-        self._there = tokens_of_pass > 0 or ngrams_of(source) is not None
+        self._there = tokens_of_pass > 0 or (ngrams_of(source) is not None and not on_host)
         self._tokens_of_pass = tokens_of_pass
         self._here = None if source is None or self._there else Drafting(slots, source)
         self._sizes_of, self._graphs = sizes_of, graphs

@@ -50,10 +50,9 @@ class DraftPasses:
         """Capture the graphs: of greedy passes, and of draws with limits of likelihood, as `SamplingRounds` does."""
         self._model, self._slots, self._sampler, self._runner = model, slots, sampler, runner
         self._sizes = frozenset(runner.drafted)
-        self._greedy, self._drawn = (
-            runner.replayer(runner.drafted, partial(self._run_alone, metadata))
-            for metadata in (SamplingMetadata.greedy(), SamplingMetadata.of_draws())
-        )
+        self._greedy = runner.replayer(runner.drafted, partial(self._run_alone, SamplingMetadata.greedy()))
+        drawn = [] if sampler.slots.draws_on_host else runner.drafted
+        self._drawn = runner.replayer(drawn, partial(self._run_alone, SamplingMetadata.of_draws()))
 
     @torch.inference_mode()
     def precede(self, layout: Layout, metadata: SamplingMetadata, max_seq_len: int) -> None:

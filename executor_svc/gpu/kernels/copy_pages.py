@@ -86,6 +86,17 @@ def copy_pages(
     )
 
 
+def copy_pages_by_torch(
+    source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_pairs: int
+) -> None:
+    """As `copy_pages`, by PyTorch, which holds all of the pages once more meanwhile."""
+    pages = source[:num_pairs] if source_ids is None else source.index_select(0, source_ids[:num_pairs])
+    if target_ids is None:
+        target[:num_pairs].copy_(pages)
+    else:
+        target.index_copy_(0, target_ids[:num_pairs], pages)
+
+
 def _words(pool: Tensor, name: str) -> Tensor:
     """View a pool as [pages, words of 4 bytes]."""
     if pool.dim() != 2 or pool.dtype != torch.uint8 or not pool.is_contiguous():

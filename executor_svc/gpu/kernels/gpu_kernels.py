@@ -32,6 +32,7 @@ from executor_svc.gpu.kernels.lora.adapter_places import GpuAdapterPlaces, GpuEm
 from executor_svc.gpu.kernels.lora.tables import MAX_PLACES, GpuAdapterRows
 from executor_svc.gpu.kernels.rope import rope_write_kv
 from executor_svc.gpu.kernels.sampling import logits
+from executor_svc.gpu.kernels.step_ways import StepWays
 from executor_svc.gpu.launches.noting import begin_operation
 
 Operation = Callable[[int], None]
@@ -94,6 +95,8 @@ class GpuKernels:
         self._num_sms = num_sms
         self.tiles_of: Callable[[AttentionShape], int] = lambda _: arch
         """Says the compute capability whose tiles attention of a shape has; other than the device's, if need be."""
+        self.step_ways = StepWays()
+        """Of what steps do around a model."""
         self._recording: GpuRecording | None = None
         self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
         self._num_places = 0

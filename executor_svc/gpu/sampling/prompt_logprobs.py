@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cadenza_common.plan.result import LogprobColumns
 from executor_svc.batch.prompt_rows import PromptColumns, PromptRows, by_slot
-from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, row_logprobs
+from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, RowLogprobsKernel, row_logprobs
 from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace
 from executor_svc.gpu.sampling.sampler import most_top
 from executor_svc.gpu.slots.staging import Download, Fetched, sent
@@ -54,11 +54,13 @@ class GpuPromptLogprobs:
         workspace: SamplingWorkspace,
         prompt_failed: Tensor,
         ranks: GpuStepRanks,
+        row_logprobs: RowLogprobsKernel = row_logprobs,
     ) -> None:
         """logits: returns [R, vocab] float32 for rows [R] int64 of the step; prompt_failed: [n] int32 by slot.
 
-        ranks: all compute logits, and one has them whole.
+        ranks: all compute logits, and one has them whole. row_logprobs: computes logprobs.
         """
+        self._row_logprobs = row_logprobs
         self._logits, self._workspace, self._prompt_failed = logits, workspace, prompt_failed
         self._ranks = ranks
         self._max_rows = workspace.best.shape[0]
@@ -90,7 +92,7 @@ class GpuPromptLogprobs:
         logits = self._logits(sent(rows, device))
         out, index = DeviceLogprobs.empty(len(rows), most, device), torch.arange(len(rows), device=device).int()
         tokens, num_logprobs = sent(token_ids, device), sent(num_top.astype(np.int32), device)
-        row_logprobs(logits, index, index, tokens, num_logprobs, self._workspace, out, after_sampling=False)
+        self._row_logprobs(logits, index, index, tokens, num_logprobs, self._workspace, out, after_sampling=False)
         # The maximum is NaN if any logit is.
         failed = ~logits.amax(dim=1).isfinite()
         self._prompt_failed.index_add_(0, sent(owners, device), failed.int())

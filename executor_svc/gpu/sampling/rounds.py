@@ -46,11 +46,10 @@ class SamplingRounds:
         slots.buffers.by_row.fill_(-1)
         sizes = [*runner.decodes, *runner.drafted]
         self._sizes = frozenset(sizes)
-        self._greedy, self._drawn = (
-            runner.replayer(sizes, partial(self._run_alone, metadata))
-            for metadata in (SamplingMetadata.greedy(), SamplingMetadata.of_draws())
-        )
-        self._edited = runner.replayer(runner.decodes, partial(self._run_alone, SamplingMetadata.of_edits()))
+        self._greedy = runner.replayer(sizes, partial(self._run_alone, SamplingMetadata.greedy()))
+        drawn, edited = ([], []) if sampling.draws_on_host else (sizes, runner.decodes)
+        self._drawn = runner.replayer(drawn, partial(self._run_alone, SamplingMetadata.of_draws()))
+        self._edited = runner.replayer(edited, partial(self._run_alone, SamplingMetadata.of_edits()))
 
     def enqueue(
         self, sizes: StepSizes, metadata: SamplingMetadata, logprobs: StepLogprobs | None, on_host: HostChoice | None

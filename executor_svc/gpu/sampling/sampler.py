@@ -14,7 +14,7 @@ from cadenza_common.plan.sampling import Need
 from executor_svc.batch.slot_sampling import SlotSampling
 from executor_svc.batch.step_result import RowLogprobs
 from executor_svc.gpu.kernels.sampling.logits import take_best
-from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, row_logprobs
+from executor_svc.gpu.kernels.sampling.logprobs import DeviceLogprobs, RowLogprobsKernel, row_logprobs
 from executor_svc.gpu.kernels.sampling.sampling import sample
 from executor_svc.gpu.kernels.sampling.state import SamplingWorkspace
 from executor_svc.gpu.kernels.sampling.state import field as place
@@ -84,21 +84,23 @@ class SamplingMetadata:
     ) -> SamplingMetadata:
         """Return the metadata of these slots [R].
 
-        sampling: the parameters of all slots; lists_on_host: [n], as in `SlotSamplingState`.
+        sampling: the parameters of all slots; lists_on_host: [n], as in `SlotSamplingState`: of these slots the
+        device computes logprobs alone.
         """
         with_candidates = sampling["num_candidates"][slots] > 0
-        drawn = sampling["temperature"][slots] > 0
+        here = ~lists_on_host[slots]
+        drawn = here & (sampling["temperature"][slots] > 0)
         filtered = drawn & sampling.on(Need.SEARCH)[slots]
         floored = drawn & sampling.on(Need.FLOOR)[slots]
         logprob_rows = np.flatnonzero((sampling["num_logprobs"][slots] >= 0) & ~with_candidates)
         return cls(
             slots=slots,
-            edited=bool(sampling.processed[slots].any()),
+            edited=bool((here & sampling.processed[slots]).any()),
             drawn=bool(drawn.any()),
             filtered=bool(filtered.any()),
             floored=bool(floored.any()),
-            counted=bool(sampling.on(Need.COUNTS)[slots].any()),
-            host_rows=np.flatnonzero(with_candidates | lists_on_host[slots]),
+            counted=bool((here & sampling.on(Need.COUNTS)[slots]).any()),
+            host_rows=np.flatnonzero(with_candidates | ~here),
             logprob_rows=logprob_rows,
             num_top=np.minimum(sampling["num_logprobs"][slots[logprob_rows]], vocab),
         )
@@ -171,8 +173,11 @@ class PendingLogprobs:
 class GpuSampler:
     """Samples the tokens of steps of at most `max_num_seqs` rows, on one stream."""
 
-    def __init__(self, limits: Limits, slots: SlotSamplingState) -> None:
-        self.slots = slots
+    def __init__(
+        self, limits: Limits, slots: SlotSamplingState, row_logprobs: RowLogprobsKernel = row_logprobs
+    ) -> None:
+        """row_logprobs: computes logprobs."""
+        self.slots, self._row_logprobs = slots, row_logprobs
         records = slots.state.records
         self._vocab, device = limits.vocab_size, records.device
         self.workspace = SamplingWorkspace.empty(limits.max_num_seqs, limits.vocab_size, device)
@@ -213,7 +218,9 @@ class GpuSampler:
             return None
         sizes, most = inputs.sizes, most_top(int(metadata.num_top.max()))
         num_rows, rounds = sizes.num_rows, 1 + sizes.num_drafts
-        if DeviceLogprobs.num_words(rounds * padded(num_rows), most) <= self._most_words:
+        # PyTorch's launches depend on more than the kernel's: none are repeated.
+        is_kept = self._row_logprobs is row_logprobs
+        if is_kept and DeviceLogprobs.num_words(rounds * padded(num_rows), most) <= self._most_words:
             return self._logprobs_at(num_rows, rounds, most)
         return StepLogprobs.empty(num_rows, rounds, most, self._tokens.device)
 
@@ -222,7 +229,7 @@ class GpuSampler:
     ) -> None:
         """Enqueue logprobs of the tokens that were chosen last, of rows of these logits."""
         tokens, _ = self.rows(inputs)
-        row_logprobs(
+        self._row_logprobs(
             logits, inputs.rows, inputs.sources, tokens, self._num_logprobs, self.workspace, out,
             after_sampling=metadata.edited or metadata.drawn,
         )  # fmt: skip
@@ -235,15 +242,22 @@ class GpuSampler:
         """Compile all kernels that sampling may launch, so that no step waits for it; inputs: of one row."""
         logits, no_slots = torch.zeros(1, self._vocab, device=self._tokens.device), _no_rows()
         best = torch.zeros_like(self._tokens[:1])
+        if self.slots.draws_on_host:
+            self.choose(logits, best, inputs, SamplingMetadata.greedy())
+            self._warm_up_logprobs(logits, inputs, drawn=False)
+            return
         for edited, (drawn, filtered) in product((False, True), ((False, False), (True, False), (True, True))):
             self.choose(logits, best, inputs, SamplingMetadata(no_slots, edited, drawn, filtered, floored=drawn))
         for drawn in (False, True):
-            rows, num_top = np.zeros(1, np.int64), np.ones(1, np.int64)
-            metadata = SamplingMetadata(no_slots, drawn=drawn, logprob_rows=rows, num_top=num_top)
-            logprobs = self.new_logprobs(inputs, metadata)
-            assert logprobs is not None
-            self.compute_logprobs(logits, inputs, metadata, logprobs.of_round(0))
+            self._warm_up_logprobs(logits, inputs, drawn=drawn)
         self.slots.count_taken(inputs)
+
+    def _warm_up_logprobs(self, logits: Tensor, inputs: StepInputs, *, drawn: bool) -> None:
+        rows, num_top = np.zeros(1, np.int64), np.ones(1, np.int64)
+        metadata = SamplingMetadata(_no_rows(), drawn=drawn, logprob_rows=rows, num_top=num_top)
+        logprobs = self.new_logprobs(inputs, metadata)
+        assert logprobs is not None
+        self.compute_logprobs(logits, inputs, metadata, logprobs.of_round(0))
 
 
 def most_top(num_top: int) -> int:

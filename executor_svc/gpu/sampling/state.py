@@ -66,8 +66,12 @@ class ListRanges:
 class SlotSamplingState:
     """The sampling state of all slots: records, lists, allowed tokens and token counts."""
 
-    def __init__(self, limits: Limits, slots: DeviceSlots) -> None:
-        """Place the state in `slots.extra`, which has `extra_words` words."""
+    def __init__(self, limits: Limits, slots: DeviceSlots, *, draws_on_host: bool = False) -> None:
+        """Place the state in `slots.extra`, which has `extra_words` words.
+
+        draws_on_host: whether the host chooses all tokens that are not the most likely ones of unedited logits.
+        """
+        self.draws_on_host = draws_on_host
         n, vocab, device = limits.num_slots, limits.vocab_size, slots.state.words.device
         parts = slots.extra.split(_extra_sizes(limits))
         self._slots, self._vocab = slots, vocab
@@ -87,7 +91,8 @@ class SlotSamplingState:
         self._columns = parts[2:]
         self._applied: Applied | None = None
         self.lists_on_host: BoolArray = np.zeros(n, np.bool_)
-        """[n]: whether the slot's lists exceeded the device's free ranges, so that only the host has them."""
+        """[n]: whether the host chooses the slot's tokens: its lists exceeded the device's free ranges, or with
+        draws_on_host."""
 
     @staticmethod
     def extra_words(limits: Limits) -> int:
@@ -107,7 +112,11 @@ class SlotSamplingState:
         self._ranges.free(ints(plan.released_slots))
         for sequence in plan.admitted:
             self._admit(sequence.slot, sequence.sampling, has_mask=bool(has_mask[sequence.slot]))
-        counted = any(Need.COUNTS in needs_of(stored(sequence.sampling)) for sequence in plan.admitted)
+        counted = any(
+            Need.COUNTS in needs_of(stored(sequence.sampling))
+            for sequence in plan.admitted
+            if not self.lists_on_host[sequence.slot]
+        )
         self._applied = applied if counted else None
 
     def count_admitted(self) -> None:
@@ -131,7 +140,8 @@ class SlotSamplingState:
 
     def _admit(self, slot: int, sampling: SequenceSampling, *, has_mask: bool) -> None:
         lists = _lists(sampling)
-        start = self._ranges.take(slot, max(map(len, lists)))
+        on_host = self.draws_on_host and (has_mask or not _is_greedy(sampling))
+        start = None if on_host else self._ranges.take(slot, max(map(len, lists)))
         self.lists_on_host[slot] = start is None
         if start is None:
             # The host chooses this slot's tokens; the device computes only their logprobs.
@@ -143,6 +153,12 @@ class SlotSamplingState:
             self._slots.write(column[start:], values)
         if len(sampling.allowed_token_ids) and not has_mask:
             self._slots.write(self.state.allowed_bits[slot], pack_bits(sampling.allowed_token_ids, self._vocab))
+
+
+def _is_greedy(sampling: SequenceSampling) -> bool:
+    """Return whether the token is the most likely one of unedited logits."""
+    waits = sampling.min_tokens > 0 and len(sampling.stop_token_ids) > 0
+    return sampling.temperature == 0 and not waits and next(sampling.edits(), None) is None
 
 
 def _lists(sampling: SequenceSampling) -> tuple[NDArray[Any], ...]:

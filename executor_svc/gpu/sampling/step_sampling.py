@@ -15,9 +15,12 @@ from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import RowCandidates
 from executor_svc.device.interface import Device
+from executor_svc.gpu.kernels.gpu_kernels import GpuKernels
+from executor_svc.gpu.kernels.sampling.logprobs import row_logprobs
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.measuring import StepClock
 from executor_svc.gpu.runner import GpuRunner
+from executor_svc.gpu.sampling.logprobs_by_torch import row_logprobs_by_torch
 from executor_svc.gpu.sampling.prompt_logprobs import GpuPromptLogprobs, PendingPrompts
 from executor_svc.gpu.sampling.rounds import SamplingRounds
 from executor_svc.gpu.sampling.sampler import GpuSampler, PendingLogprobs, SamplingMetadata
@@ -76,14 +79,17 @@ class StepSampling:
         """Allocate the state of all slots, and capture the graphs of `SamplingRounds`. slots: the host's mirror."""
         self._slots, self._device_slots, self._limits, self._ranks = slots, device_slots, limits, ranks
         self._device, self._functions = device.torch_device, device.functions
-        self.state = SlotSamplingState(limits, device_slots)
-        self.sampler = GpuSampler(limits, self.state)
+        assert isinstance(device.kernels, GpuKernels)
+        ways = device.kernels.step_ways
+        logprobs = row_logprobs_by_torch if ways.logprobs_by_torch else row_logprobs
+        self.state = SlotSamplingState(limits, device_slots, draws_on_host=ways.draws_on_host)
+        self.sampler = GpuSampler(limits, self.state, logprobs)
         self.masks = DeviceMasks(
             grammars, limits.num_slots, self.state.state.allowed_bits, device_slots.state.num_computed_tokens,
             partial(sent, device=self._device),
         )  # fmt: skip
         self._prompts = GpuPromptLogprobs(
-            runner.logits, self.sampler.workspace, device_slots.state.prompt_failed, ranks
+            runner.logits, self.sampler.workspace, device_slots.state.prompt_failed, ranks, logprobs
         )
         self._rounds = SamplingRounds(runner, device_slots, self.state, self.sampler, ranks)
         self._metadata: SamplingMetadata | None = None
@@ -133,7 +139,8 @@ class StepSampling:
             found = SamplingMetadata.of_slots(
                 slots, self._slots.sampling, self.state.lists_on_host, self._limits.vocab_size
             )
-            self._metadata = replace(found, edited=found.edited or bool(self.masks.has[slots].any()))
+            masked = self.masks.has[slots] & ~self.state.lists_on_host[slots]
+            self._metadata = replace(found, edited=found.edited or bool(masked.any()))
         return self._metadata
 
     @torch.inference_mode()

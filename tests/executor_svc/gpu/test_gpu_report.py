@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from cadenza_common.plan.memory import MemoryPart
 from executor_svc.config import ExecutorConfig
 from executor_svc.gpu.device import BYTES_FOR_GRAPHS
-from executor_svc.plan.description import MemoryPart
 from executor_svc.startup.gpu_report import StartReport
 
 GIB = 1 << 30

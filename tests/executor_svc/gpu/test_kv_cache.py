@@ -15,6 +15,7 @@ from torch import Tensor
 
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.device.kv_layout import KVLayout, LayerKV
+from executor_svc.gpu.kernels import copy_pages as copying
 from executor_svc.gpu.kv_cache import GpuKVCache, Streams
 from tests.executor_svc.driver import spoil
 
@@ -34,9 +35,12 @@ def new_cache(
     num_host_blocks: int = 6,
     part_blocks: int = 1,
     streams: Streams | None = None,
+    by_torch: bool = False,
 ) -> GpuKVCache:
     staging = 4 * part_blocks * BLOCK_BYTES
-    cache = GpuKVCache(layout(dtype), 10, num_host_blocks, device, 1, staging_bytes=staging, streams=streams)
+    cache = GpuKVCache(
+        layout(dtype), 10, num_host_blocks, device, 1, staging_bytes=staging, streams=streams, by_torch=by_torch
+    )
     generator = torch.Generator().manual_seed(0)
     for layer in layers_of(cache):
         layer.copy_(torch.randn(layer.shape, generator=generator).to(dtype))
@@ -82,6 +86,17 @@ def test_copy_reads_all_before_it_writes(device: torch.device) -> None:
     expected = before.clone()
     expected[:, [1, 2, 0, 9, 8]] = before[:, [0, 1, 2, 5, 9]]
     assert torch.equal(values(cache), expected)
+
+
+def test_pytorch_moves_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = [new_cache(device, by_torch=by_torch) for by_torch in (False, True)]
+    for cache in caches:
+        cache.copy([0, 1, 2, 5, 9], [1, 2, 0, 9, 8])
+        cache.swap_out([7, 2, 4], [5, 0, 3])
+        cache.swap_in([0, 3], [1, 6])
+        cache.warm_up()
+        monkeypatch.setattr(copying, "_copy_pages", None)  # the second one launches none
+    assert torch.equal(values(caches[0]), values(caches[1]))
 
 
 def test_nothing_to_move_and_warm_up(device: torch.device) -> None:

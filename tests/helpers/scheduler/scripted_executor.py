@@ -61,6 +61,10 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
     num_plans: int = 0
     num_heartbeats: int = 0
     resident_bytes: int = 5_000
+    memory: tuple[types_pb2.MemoryPart, ...] = (
+        types_pb2.MemoryPart(name="weights", computed_bytes=7, measured_bytes=9),
+        types_pb2.MemoryPart(name="steps", measured_bytes=-2),
+    )
     last_epoch: int = 0
     slots: dict[int, _Slot] = field(default_factory=dict)
     fail_with: pb.StepResult | None = None
@@ -92,6 +96,7 @@ class ScriptedExecutor(execution_pb2_grpc.ExecutionServiceServicer):
             device="cpu",
             version="test",
             default_sampling=types_pb2.SamplingParams(**self.default_sampling),
+            memory=self.memory,
             features=[*self.features, *([pb.EXECUTOR_FEATURE_DRAFTS] if self.max_drafts else [])],
         )  # fmt: skip
 

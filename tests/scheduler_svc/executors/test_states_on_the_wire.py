@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cadenza.v1 import execution_pb2 as pb
 from cadenza_common.plan.errors import InvalidPlan, ProtocolError
+from cadenza_common.plan.memory import MemoryPart
 from cadenza_common.plan.plan import AdmittedSequence, StepPlan
 from cadenza_common.plan.result import StepResult
 from cadenza_common.plan.sampling import SequenceSampling
@@ -51,6 +54,14 @@ def test_saved_states_travel_with_a_result() -> None:
     del message.saved_positions[-1]
     with pytest.raises(ProtocolError, match="3 saved_slots and 2 saved_positions"):
         result_from_wire(message)
+
+
+def test_memory_of_a_gpu_travels_with_the_description() -> None:
+    described = build_simulated(ExecutorConfig(simulate="instant", num_gpu_blocks=20))[1]
+    assert model_description(description_to_wire(described)).memory == ()
+    parts = (MemoryPart("weights", 15 << 30, 16 << 30), MemoryPart("drafts and adapters", 0, -(1 << 20)))
+    message = description_to_wire(replace(described, memory=parts))
+    assert model_description(message).memory == parts
 
 
 def test_a_state_of_no_pages_is_refused() -> None:

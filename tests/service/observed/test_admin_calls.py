@@ -52,6 +52,7 @@ async def test_memory_of_both_processes(w):
     server = await server_info()
     assert server.resident_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
     assert server.executors[0].resident_bytes == 5_000
+    assert tuple(server.executors[0].memory) == w.executor.memory
     w.executor.resident_bytes = 6_000
     async with asyncio.timeout(10):
         while (await server_info()).executors[0].resident_bytes != 6_000:

@@ -6,7 +6,7 @@ Computes the same as `sampling.logprobs`: the model's own distribution, before s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -79,6 +79,23 @@ class DeviceLogprobs:
             ids.view(rows, num_top)[:num_rows],
             top.view(torch.float32).view(rows, num_top)[:num_rows],
         )
+
+
+class RowLogprobsKernel(Protocol):
+    """Computes logprobs of rows, as `row_logprobs` does."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        sources: Tensor,
+        tokens: Tensor,
+        num_logprobs: Tensor,
+        workspace: SamplingWorkspace,
+        out: DeviceLogprobs,
+        *,
+        after_sampling: bool,
+    ) -> None: ...
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from executor_svc.config import ExecutorConfig
 from executor_svc.gpu import experts
 from executor_svc.gpu.checks import model_check as comparing
 from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
+from executor_svc.gpu.checks.steps.step_check import StepCheck
 from executor_svc.gpu.choices.ways import KernelChecks, KernelError
 from executor_svc.gpu.kernels import norm
 from executor_svc.models.heads.eagle3_loading import load_eagle3
@@ -121,7 +122,8 @@ def test_a_start_compares_the_model_and_its_head(
     draft = load_eagle3(str(head), config, model.device, model.loaded)
     found: list[ModelCheck] = []
 
-    def compared(models: list[ModelCheck]) -> SimpleNamespace:
+    def compared(models: list[ModelCheck], steps: StepCheck) -> SimpleNamespace:
+        assert steps.loaded is model.loaded
         found.extend(models)
         return SimpleNamespace(is_slow=True)
 

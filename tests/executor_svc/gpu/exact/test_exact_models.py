@@ -1,4 +1,7 @@
-"""All kinds of layers on the GPU's kernels in exact mode: requests' bits in chunks and beside others, and alone."""
+"""All kinds of layers on the GPU's kernels in exact mode: requests' bits in chunks and beside others, and alone.
+
+No product is PyTorch's, which would be cuBLAS's.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 from executor_svc.models.adapters.places import AdapterSizes
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
+from tests.executor_svc.gpu.exact.products import without_products
 from tests.helpers.core.core_chats import Outcome, Setting
 from tests.helpers.core.gpu_rig import GpuRig, shortest_load
 from tests.helpers.marks import short_and_long
@@ -47,8 +51,9 @@ def compare(model: Model, setting: Setting = CHUNKS, alone: Setting = ALONE, **h
     load = shortest_load()
     if how:
         load = [replace(each, spec=replace(each.spec, adapter_index=index)) for index, each in enumerate(load, 1)]
-    expected = GpuRig(model, alone, **how).run(load)
-    found = GpuRig(model, setting, **how).run(load)
+    with without_products():
+        expected = GpuRig(model, alone, **how).run(load)
+        found = GpuRig(model, setting, **how).run(load)
     assert len(expected) == 2
     assert found == expected
     return expected

@@ -94,7 +94,8 @@ STEPS = (
         "the link: goal percent_of_link 80 or more",
     ),
     Step(
-        "exact products and attention beside fast", ("kernels", "--groups", "exact-products,exact-attention"), 90, 40,
+        "exact products, cuBLASLt without a workspace, and exact attention beside fast",
+        ("kernels", "--groups", "exact-products,exact-cublaslt,exact-attention"), 110, 40,
         "cuBLAS and fast attention: goal ratio 1.1 or less, with 2,048 rows and prompts 1.25; equal_percent 100",
     ),
     Step(
@@ -108,10 +109,6 @@ STEPS = (
     Step(
         "prompts by Gluon's kernel, beside Triton's and cuDNN's", ("kernels", "--groups", "prefill"), 115, 70,
         "over_triton below 1, ratio to cuDNN 1.2 or less",
-    ),
-    Step(
-        "seconds to ready, without and with kernels in the cache", (*_SERVED_8B, "--features", "starts"), 150, 130,
-        "13 to 17 s on an H100, without comparisons",
     ),
     Step("experts", ("kernels", "--groups", "experts"), 75, 40, "the memory's bandwidth: goal 70%; dense products"),
     Step(

@@ -1,6 +1,6 @@
 """All kinds of layers on the GPU's kernels in exact mode: requests' bits in chunks and beside others, and alone.
 
-No product is PyTorch's, which would be cuBLAS's.
+With another executor now and then. No product is PyTorch's, which would be cuBLAS's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.helpers.models.quantized_layouts import quantize_checkpoint
 pytestmark = pytest.mark.slow
 
 ALONE = Setting(num_blocks=64, max_num_batched_tokens=96, depth=1, arrivals="alone")
-CHUNKS = Setting(block_size=8, num_blocks=96, max_num_batched_tokens=23, max_num_seqs=6)
+CHUNKS = Setting(block_size=8, num_blocks=96, max_num_batched_tokens=23, max_num_seqs=6, loses_every=5)
 LLAMA = ("llama", {"num_hidden_layers": 1, "head_dim": 64, "hidden_size": 64, "intermediate_size": 96})
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("qwen3_moe", {"num_hidden_layers": 1, "head_dim": 64}, {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -114,9 +114,6 @@ class GpuRunner:
             loaded.model, device.kernels, kv_cache, limits, inputs.token_ids, inputs.positions, inputs.logits_rows,
             adapters=loaded.adapters, state_layers=state_layers,
         )  # fmt: skip
-        self._results_of = lru_cache(_KEPT_RESULTS)(
-            lambda count: (self._recorded.sampled_logits[:count], self._recorded.best[:count])
-        )
         self.states = self._recorded.states
         """[max_tokens, len(state_layers) * hidden], of the step that ran last; None without state_layers."""
         self.ran: Ran | None = None
@@ -192,6 +189,12 @@ class GpuRunner:
         The tokens are [L] int64, -1 for a row that cannot be sampled; both are the same memory each time.
         """
         return self._results_of(sizes.num_logits)
+
+    @cached_property
+    def _results_of(self) -> Callable[[int], tuple[Tensor, Tensor]]:
+        """Returns the logits and most likely tokens of so many rows."""
+        recorded = self._recorded
+        return lru_cache(_KEPT_RESULTS)(lambda count: (recorded.sampled_logits[:count], recorded.best[:count]))
 
     def replayer(self, sizes: Sequence[StepSizes], step: Callable[[StepSizes], None]) -> Replayer:
         """Return what enqueues a step, or a part of it, of one of these sizes: with CUDA graphs if there are any."""

@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B
+from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, SHARES
 from benchmarks.gpu.skinny_bytes import over_limit
 from benchmarks.serving.step_work import Chunk, DecoderWork, Matrices, Work, decoder_work
 
 GPUS = {"H100": (3.03e12, 780e12), "H200": (4.3e12, 780e12)}
 """Bytes a second of a device copy, and operations a second of a product in bf16, as they were measured."""
 CONTEXT, PROMPT = 1024, 8192
-SHARES = {1: 0.75, 4: 0.80, 16: 0.85, 64: 0.88, 256: 0.88}
-"""The share of the limit that is to be reached, by sequences of a decode step."""
 PROMPT_SHARE = 0.75
 _GPTQ_BITS = 4 + (16 + 4) / 128
 """A code, and a scale and a zero point for each 128 of them."""

@@ -142,6 +142,8 @@ TINY = ModelShape(
 )
 """For trials without a GPU."""
 SHAPES = {shape.name: shape for shape in (LLAMA_8B, QWEN3_06B, TINY)}
+SHARES = {1: 0.75, 4: 0.80, 16: 0.85, 64: 0.88, 256: 0.88}
+"""The share of the limit that the 8B shape is to reach, by sequences of a decode step."""
 
 
 def write_config(shape: ModelShape, folder: Path) -> Path:

@@ -22,10 +22,16 @@ class ReportedTokens:
     """[Q]; without meaning for rows without a token."""
     errors: IntArray
     """[Q] SlotError; 0: no error; NOT_ACCEPTED; LATE."""
-    idle: BoolArray
-    """[Q]: whether the slot had stopped before the step, unknown to the host at that time."""
+    idle: BoolArray | None
+    """[Q]: whether the slot had stopped before the step, unknown to the host at that time. None: no slot had, and no
+    row has an error."""
     positions: IntArray
     """[Q] of the sampled tokens in their sequences."""
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether every row has a token."""
+        return self.idle is None or not (self.errors.any() or self.idle.any())
 
 
 class MirrorSlots(Slots):
@@ -51,6 +57,9 @@ class MirrorSlots(Slots):
         """
         slots = scheduled.sampling_slots
         self.num_computed_tokens[scheduled.slots] += scheduled.num_tokens
+        if scheduled.is_one_each and not len(scheduled.candidates):
+            self.num_tokens[slots] += 1
+            return self.generations[slots]
         self.stopped[scheduled.idle_slots] = True
         if scheduled.sources is not None:
             # A fork shares all computed tokens of its source.
@@ -65,15 +74,17 @@ class MirrorSlots(Slots):
         """
         rows, slots = scheduled.rows, scheduled.sampling_slots
         same_sequence = (self.generations[slots] == generations) & self.admitted[slots]
-        if rows.ahead is None and not (reported.errors.any() or reported.idle.any() or len(rows.candidates)):
+        if rows.ahead is None and reported.has_tokens and not len(rows.candidates):
             # A token for each slot, as nearly always.
-            these = same_sequence.nonzero()[0]
-            self._receive(slots[these], reported.token_ids[these], reported.positions[these])
+            token_ids, positions = reported.token_ids, reported.positions
+            if not same_sequence.all():
+                slots, token_ids, positions = (each[same_sequence] for each in (slots, token_ids, positions))
+            self._receive(slots, token_ids, positions)
             return
         slots, ahead = rows.slots, np.zeros_like(rows.slots) if rows.ahead is None else rows.ahead
         same_sequence = same_sequence[(ahead == 0).cumsum() - 1]
         samples = scheduled.takes_token(np.ones(len(slots), np.bool_))
-        first, idle = ahead == 0, reported.idle
+        first, idle = ahead == 0, np.zeros(len(ahead), np.bool_) if reported.idle is None else reported.idle
         late = (reported.errors == LATE) & first
         failed = (reported.errors != 0) & first & ~late
         self.num_tokens[slots[same_sequence & samples & (failed | late | idle)]] -= 1

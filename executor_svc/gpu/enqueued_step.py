@@ -125,7 +125,8 @@ class GpuStep:
                 return
         digest = digest_of(slots) if self._plan.debug_digest else b""
         total_ns = self._timings.total_ns + time.monotonic_ns() - self._launched
-        timings = replace(self._timings, device_ns=computed.device_ns, sample_ns=computed.sample_ns, total_ns=total_ns)
+        begun = self._timings
+        timings = StepTimings(begun.queue_ns, computed.device_ns, computed.sample_ns, total_ns, begun.moves_ns)
         self._result = make_result(self._plan.step_id, scheduled, computed, timings, digest)
 
     def _settle(self, slots: MirrorSlots, enqueued: Enqueued) -> tuple[Scheduled, Computed]:
@@ -133,17 +134,21 @@ class GpuStep:
         committed = enqueued.tokens.wait()
         if enqueued.masks is not None:
             committed = replace(committed, errors=enqueued.masks.errors(committed.errors, committed.owners))
-        self._check_states(committed)
-        idle, scheduled = committed.idle, committed.with_drafts(self._scheduled)
-        errors = np.where(idle, 0, committed.errors)
-        taken = ReportedTokens(committed.token_ids, errors, idle, committed.positions)
-        slots.settle(scheduled, self._generations, taken)
+        if self._states is not None:
+            self._check_states(committed)
+        scheduled, is_plain = committed.with_drafts(self._scheduled), committed.is_plain and enqueued.masks is None
+        errors, idle = committed.errors, None if is_plain else committed.idle
+        if idle is not None:
+            errors = np.where(idle, 0, errors)
+        slots.settle(
+            scheduled, self._generations, ReportedTokens(committed.token_ids, errors, idle, committed.positions)
+        )
         saves, saved = self._owner.saves, None
         if saves is not None and self._states is not None:
             saved = saves.settle(self._states, scheduled, committed)
         logprobs = None if enqueued.logprobs is None else enqueued.logprobs.wait(committed)
         prompts = {} if enqueued.prompts is None else enqueued.prompts.wait()
-        if idle.any():
+        if idle is not None and idle.any():
             working = self._scheduled.with_idle(idle[committed.ahead == 0])
             committed = committed.of_rows(~idle)
             scheduled = committed.with_drafts(working)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -54,7 +54,14 @@ class _Fixed:
     """Decodes, and decodes with drafts."""
     replayer: Replayer
 
+    def decode_sizes_of(self, num_seqs: int) -> StepSizes:
+        """Return the sizes of a decode of so many sequences: the next ones with a graph, or its own."""
+        place = bisect_left(self.decodes, num_seqs, key=lambda each: each.num_seqs)
+        return self.decodes[place] if place < len(self.decodes) else StepSizes.decode(num_seqs)
 
+
+_KEPT_RESULTS = 256
+"""Numbers of rows of logits whose views are kept: to make them takes 4 us."""
 _SHORT = 1024
 """Sequences of up to so many tokens are launched alike in steps with prompts: all KV heads at once."""
 
@@ -181,7 +188,13 @@ class GpuRunner:
 
         The tokens are [L] int64, -1 for a row that cannot be sampled; both are the same memory each time.
         """
-        return self._recorded.sampled_logits[: sizes.num_logits], self._recorded.best[: sizes.num_logits]
+        return self._results_of(sizes.num_logits)
+
+    @cached_property
+    def _results_of(self) -> Callable[[int], tuple[Tensor, Tensor]]:
+        """Returns the logits and most likely tokens of so many rows."""
+        recorded = self._recorded
+        return lru_cache(_KEPT_RESULTS)(lambda count: (recorded.sampled_logits[:count], recorded.best[:count]))
 
     def replayer(self, sizes: Sequence[StepSizes], step: Callable[[StepSizes], None]) -> Replayer:
         """Return what enqueues a step, or a part of it, of one of these sizes: with CUDA graphs if there are any."""
@@ -194,12 +207,14 @@ class GpuRunner:
 
         Of decodes with drafts its own: graphs of `drafted` may have other places for drafts.
         """
+        if scheduled.is_one_each and not len(scheduled.candidates):
+            return self._current.decode_sizes_of(len(scheduled.slots))
         counts = scheduled.num_tokens
         num_tokens, num_seqs, num_rows = int(counts.sum()), len(counts), len(scheduled.sampling_slots)
         num_drafts = 0 if scheduled.num_drafts is None else int(scheduled.num_drafts.max())
         sizes = StepSizes(num_tokens, num_seqs, len(scheduled.logits_slots), num_rows, num_drafts)
         if sizes == StepSizes.decode(num_seqs):
-            return smallest_fitting(self._current.decodes, sizes) or sizes
+            return self._current.decode_sizes_of(num_seqs)
         if num_tokens == num_seqs:
             return sizes
         repeats = self._repeats

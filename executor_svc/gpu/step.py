@@ -40,6 +40,7 @@ from executor_svc.gpu.step_states import EnqueuedStates, StepSaves
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.heads.head import DraftHead
 from executor_svc.models.loading import LoadedModel
+from executor_svc.plan.arrays import BoolArray
 from executor_svc.plan.limits import Limits
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.structured.slot_grammars import SlotGrammars
@@ -228,7 +229,7 @@ class GpuStepExecutor:
 
     def _needs_settled_mirror(self, plan: StepPlan) -> bool:
         """Return whether the plan needs a mirror with all tokens."""
-        if self._drafting.reads_tokens(plan) or bool((self.slots.admitted & self.sampling.on_host).any()):
+        if self._drafting.reads_tokens(plan) or self.sampling.chooses_on_host(self.slots.admitted):
             return True
         given = len(plan.fork_slots) or len(plan.given_slots) or plan.debug_digest
         return bool(given or self.sampling.masks.reads_tokens(plan))
@@ -248,10 +249,7 @@ class GpuStepExecutor:
         self._runner.use_adapters(self._slot_adapters.choose(self.slots, scheduled))
         # Rows of prompts are found by their place in the step, which drafts before them would change.
         prompts = prompt_rows(self.slots, scheduled)
-        undrafted = self.sampling.on_host | self.sampling.masks.has
-        if self._head is not None:
-            undrafted |= self._head.without_result
-        layout = self._drafting.lay_out(plan, scheduled, undrafted, none=prompts is not None)
+        layout = self._drafting.lay_out(plan, scheduled, self._undrafted, none=prompts is not None)
         longest, make_drafts, states = self._longest(layout.scheduled), None, None
         if self.saves is not None:
             states = self.saves.before(layout.scheduled, self._drafts_in_flight())
@@ -270,6 +268,11 @@ class GpuStepExecutor:
         )
         waits = self.sampling.waits_for_masks(scheduled.sampling_slots)
         return forward if waits else self.sample(forward), layout.sizes.num_drafts, states
+
+    def _undrafted(self) -> BoolArray:
+        """Return [num_slots]: slots that may have no drafts."""
+        found = self.sampling.on_host | self.sampling.masks.has
+        return found if self._head is None else found | self._head.without_result
 
     def sample(self, forward: Forward) -> Enqueued:
         """Enqueue the sampling of the step whose model was enqueued last; if it has masks, all earlier are settled."""

@@ -80,6 +80,11 @@ class DeviceMasks:
         """By slot: its own allowed tokens, where it has a list of them."""
 
     @property
+    def in_use(self) -> bool:
+        """Whether any slot may have a grammar."""
+        return self._grammars is not None
+
+    @property
     def has(self) -> BoolArray:
         """[num_slots]: whether each slot has a grammar."""
         return self._none if self._grammars is None else self._grammars.have(self._all)

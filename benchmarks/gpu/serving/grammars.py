@@ -33,7 +33,7 @@ COUNTS = (64, 16)
 KINDS = ("none", "all", "half")
 _PROMPT, _OUTPUT, _TRIAL_OUTPUT = 16, 192, 12
 _STAGE_S = 6.0
-_GOAL = Goal("ratio", at_most=1.10)
+_GOAL = Goal("ratio", at_most=1.05)
 
 
 def serve_grammars(run: Run, model: Path, trial: bool) -> None:

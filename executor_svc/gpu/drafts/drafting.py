@@ -80,12 +80,15 @@ class GpuDrafting:
         if self._here is not None:
             self._here.follow(plan)
 
-    def lay_out(self, plan: StepPlan, scheduled: Scheduled, without: BoolArray, *, none: bool) -> Layout:
+    def lay_out(
+        self, plan: StepPlan, scheduled: Scheduled, undrafted: Callable[[], BoolArray], *, none: bool
+    ) -> Layout:
         """Return the layout of a step; those of its drafts that the host makes go with its changes.
 
-        without: [num_slots], slots that may have no drafts. none: whether no slot may have any in this step.
+        undrafted: returns [num_slots], slots that may have no drafts. none: whether no slot may have any in this step.
         """
         if plan.max_drafts and not none and not len(plan.fork_slots):
+            without = undrafted()
             if self._there:
                 counts = draft_room(self._slots, plan, scheduled)
                 counts[without[scheduled.slots]] = 0

@@ -109,7 +109,11 @@ class SlotSamplingState:
 
         has_mask: [n], slots whose allowed tokens are written before each step, as they have grammars.
         """
-        self._ranges.free(ints(plan.released_slots))
+        if len(plan.released_slots):
+            self._ranges.free(ints(plan.released_slots))
+        if not plan.admitted:
+            self._applied = None
+            return
         for sequence in plan.admitted:
             self._admit(sequence.slot, sequence.sampling, has_mask=bool(has_mask[sequence.slot]))
         counted = any(

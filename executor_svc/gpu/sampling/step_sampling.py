@@ -95,6 +95,7 @@ class StepSampling:
         self._metadata: SamplingMetadata | None = None
         self._on_host: BoolArray | None = None
         """None: an admission has changed it."""
+        self._any_on_host = False
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -117,16 +118,22 @@ class StepSampling:
         if plan.admitted:
             self.forget()
 
+    def chooses_on_host(self, slots: BoolArray) -> bool:
+        """Return whether any of these slots [num_slots] is among those of `on_host`."""
+        on_host = self.on_host
+        return self._any_on_host and bool((slots & on_host).any())
+
     @property
     def on_host(self) -> BoolArray:
         """[num_slots]: whether the host chooses a slot's tokens or candidates, which needs all earlier tokens."""
         if self._on_host is None:
             self._on_host = self.state.lists_on_host | (self._slots.sampling["num_candidates"] > 0)
+            self._any_on_host = bool(self._on_host.any())
         return self._on_host
 
     def waits_for_masks(self, slots: IntArray) -> bool:
         """Return whether sampling of these slots should wait until the step before is settled, and masks are made."""
-        if not (self._ranks.samples and self.masks.has[slots].any()):
+        if not self.masks.in_use or not (self._ranks.samples and self.masks.has[slots].any()):
             return False
         return not self.on_host[slots].any()
 
@@ -135,13 +142,14 @@ class StepSampling:
 
         Reuses the metadata of the last step for the same slots without admissions since.
         """
-        if self._metadata is None or not np.array_equal(self._metadata.slots, slots):
+        last = self._metadata
+        if last is None or not (last.slots is slots or np.array_equal(last.slots, slots)):
             found = SamplingMetadata.of_slots(
                 slots, self._slots.sampling, self.state.lists_on_host, self._limits.vocab_size
             )
             masked = self.masks.has[slots] & ~self.state.lists_on_host[slots]
-            self._metadata = replace(found, edited=found.edited or bool(masked.any()))
-        return self._metadata
+            self._metadata = last = replace(found, edited=found.edited or bool(masked.any()))
+        return last
 
     @torch.inference_mode()
     def sample(self, forward: Forward) -> Enqueued:

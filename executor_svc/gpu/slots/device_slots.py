@@ -59,6 +59,8 @@ class CommittedTokens:
     """[Q]: positions of the sampled tokens; 0 for rows with error -1."""
     ahead: IntArray
     """[Q]: number of the slot's drafts before each row."""
+    is_plain: bool = False
+    """Whether it is known that each row has a token, and none is behind a draft."""
 
     @property
     def idle(self) -> BoolArray:
@@ -84,7 +86,7 @@ class CommittedTokens:
 
     def with_drafts(self, scheduled: Scheduled) -> Scheduled:
         """Return the scheduled work with the drafts that the step has checked."""
-        if not self.ahead.any():
+        if self.is_plain or not self.ahead.any():
             return scheduled
         num_drafts = np.zeros(len(scheduled.slots), np.int64)
         num_drafts[scheduled.samples] = self.num_drafts
@@ -104,13 +106,14 @@ class PendingTokens:
 
     def wait(self) -> CommittedTokens:
         """Wait for the step. Raises any error of the device."""
-        words = self._fetched.wait().astype(np.int64)
+        words, num_rows = self._fetched.wait(), self._num_rows
         rounds, padded_rows = 1 + self._sizes.num_drafts, self._sizes.num_rows
-        by_round, drafts = np.split(words, [3 * rounds * padded_rows])
-        by_round = by_round.reshape(rounds, 3, padded_rows)[:, :, : self._num_rows]
         if rounds == 1:
-            token_ids, errors, positions = by_round[0]
-            return CommittedTokens(token_ids, errors, positions, np.zeros(self._num_rows, np.int64))
+            token_ids, errors, positions = words.reshape(3, padded_rows)[:, :num_rows].astype(np.int64)
+            is_plain = not errors.any()
+            return CommittedTokens(token_ids, errors, positions, np.zeros(num_rows, np.int64), is_plain)
+        by_round, drafts = np.split(words.astype(np.int64), [3 * rounds * padded_rows])
+        by_round = by_round.reshape(rounds, 3, padded_rows)[:, :, :num_rows]
         counts = 1 + drafts[: self._num_rows]
         owner, ahead = spans(np.zeros_like(counts), counts)
         token_ids, errors, positions = by_round[ahead, :, owner].T
@@ -130,7 +133,7 @@ class _Staged:
         """Return whether another decode has the same words."""
         if other is None or (self.sizes, self.most_drafts) != (other.sizes, other.most_drafts):
             return False
-        if not np.array_equal(self.slots, other.slots):
+        if self.slots is not other.slots and not np.array_equal(self.slots, other.slots):
             return False
         mine, others = self.num_drafts, other.num_drafts
         return mine is others or (mine is not None and others is not None and np.array_equal(mine, others))
@@ -183,6 +186,7 @@ class DeviceSlots:
         self._staged: _Staged | None = None
         self._adapter_places = np.zeros(limits.num_slots, np.int64)
         self._inputs = lru_cache(_KEPT_SIZES)(self.buffers.inputs)
+        self._results = lru_cache(_KEPT_SIZES)(lambda count: self.buffers.results[:count])
 
     def inputs(self, sizes: StepSizes) -> StepInputs:
         """Return views of the step tensors for these sizes: the same memory each time."""
@@ -310,7 +314,7 @@ class DeviceSlots:
 
     def fetch(self, scheduled: Scheduled, sizes: StepSizes) -> PendingTokens:
         """Enqueue the copy of the results of the last step to the host, which no CUDA graph can hold."""
-        fetched = self._download.fetch(self.buffers.results[: sizes.num_results])
+        fetched = self._download.fetch(self._results(sizes.num_results))
         return PendingTokens(fetched, sizes, len(scheduled.sampling_slots))
 
     def _send(self, scheduled: Scheduled | None, sizes: StepSizes | None, most_drafts: int = 0) -> None:
@@ -338,6 +342,8 @@ class DeviceSlots:
 
 def is_decode(scheduled: Scheduled) -> bool:
     """Return whether each sequence computes one token, drafts aside, and samples, and there is no other work."""
+    if scheduled.is_one_each and not len(scheduled.candidates):
+        return True
     num_rows = len(scheduled.sampling_slots)
     others = len(scheduled.candidates) or len(scheduled.idle_slots) or scheduled.has_forks
     num_tokens = int(scheduled.num_tokens.sum())

@@ -48,6 +48,7 @@ class ChangeLog:
         self._max_len = np.zeros(n, np.int64)
         self._stop_words = [np.zeros(0, np.int64)] * n
         self._admitted = admitted
+        self._nothing = Applied(admitted[:0], 0)
 
     @staticmethod
     def list_words(num_slots: int) -> int:
@@ -56,6 +57,8 @@ class ChangeLog:
 
     def add_plan(self, plan: StepPlan, changes: StagedChanges) -> Applied:
         """Add a plan's admissions, appended blocks and given tokens; changes: without those of any other plan."""
+        if not (plan.admitted or len(plan.append_slots) or plan.group_appends or len(plan.given_slots)):
+            return self._nothing
         if plan.admitted:
             self._admit(plan.admitted, changes)
         for table, slots, entries, pages in self._places.appended(plan):

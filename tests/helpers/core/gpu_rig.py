@@ -16,7 +16,8 @@ from executor_svc.gpu.step import GpuStepExecutor
 from executor_svc.speculation.drafts import DraftSource
 from executor_svc.startup.executors import make_executor
 from executor_svc.startup.grammars import find_grammars
-from executor_svc.worker.step import StepExecutor
+from executor_svc.startup.speculation import Draft, make_draft_source
+from executor_svc.worker.step import Runner, StepExecutor
 from scheduler_svc.core.types import BeamSpec
 from tests.executor_svc.driver import Model
 from tests.golden.invariance import chat, text, with_fields
@@ -44,14 +45,16 @@ class GpuRig(Rig):
     """As `Rig`, over the executor of a GPU, without graphs."""
 
     def __init__(
-        self, model: Model, setting: Setting, drafts: DraftSource | None = None, *,
-        adapters: Mapping[int, Path] | None = None, with_grammars: bool = False, late_every: int = 0,
+        self, model: Model, setting: Setting, drafts: DraftSource | None = None, *, draft_model: Draft | None = None,
+        speculative: str | None = None, adapters: Mapping[int, Path] | None = None, with_grammars: bool = False,
+        late_every: int = 0,
     ) -> None:  # fmt: skip
-        """with_grammars: the executor follows them; late_every: one row of so many with a grammar has a late mask."""
+        """draft_model: a model or head that drafts on the GPU. speculative: the source of this option. with_grammars:
+        the executor follows them; late_every: one row of so many with a grammar has a late mask."""
         self._grammars, self._late_every = find_grammars(model.loaded) if with_grammars else None, late_every
         self.num_late = 0
         """Rows whose masks were late."""
-        super().__init__(model, setting, drafts, adapters=adapters, grammar_engine=self.grammar_engine)
+        super().__init__(model, setting, drafts, draft_model, speculative, adapters, grammar_engine=self.grammar_engine)
 
     @property
     def grammar_engine(self) -> bytes:
@@ -63,11 +66,18 @@ class GpuRig(Rig):
         self.num_late += is_late
         return is_late
 
+    def _source_of(self, runner: Runner | None) -> DraftSource | None:
+        if self._speculative is None:
+            return self._drafts
+        kind = self._config.model_copy(update={"speculative": self._speculative})
+        return make_draft_source(kind, self._limits, None, self._model.device, self.pools, runner)
+
     def _start(self) -> StepExecutor:
         limits = self._limits if self._grammars is None else self._grammars.within(self._limits)
         made = make_executor(
             self._model.loaded, self._model.device, self.pools, limits, enforce_eager=True,
-            drafts=lambda _: self._drafts, adapters=None if self.adapters is None else self.adapters.loader,
+            drafts=self._source_of, draft_model=None if self._draft_model is None else self._draft_model.model,
+            adapters=None if self.adapters is None else self.adapters.loader,
             grammars=None if self._grammars is None else self._grammars.of_slots(limits, "cuda"),
         )  # fmt: skip
         assert isinstance(made, GpuStepExecutor)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from executor_svc.gpu.kernels.attention.config import AttentionConfig, AttentionKind, Phase, attention_config
+import torch
+
+from executor_svc.gpu.kernels.attention.config import AttentionConfig, AttentionKind, Phase, attention_config, padded
 
 SEGMENT_KEYS = 256
 """Keys of a segment, which begins at a multiple of it: whole tiles and blocks."""
@@ -27,6 +29,8 @@ def exact_config(kind: AttentionKind, one_tile: bool, arch: int) -> AttentionCon
     another way, they do not differ.
     """
     most = attention_config(replace(kind, block_size=_ANY_BLOCK), Phase.PREFILL, arch)
+    if kind.dtype == torch.float32 and not kind.more:
+        return _in_float32(most, kind)
     if kind.dtype.itemsize != 2 or kind.more or most.rows < _WARP_GROUP_ROWS or arch >= 100:
         return most
     least = replace(most, rows=_WARP_GROUP_ROWS, num_warps=_WARP_GROUP)
@@ -40,6 +44,14 @@ def exact_config(kind: AttentionKind, one_tile: bool, arch: int) -> AttentionCon
     if kind.group > least.rows:
         raise ValueError(f"q has {kind.group} query heads for each KV head, at most {least.rows} fit a tile")
     return least
+
+
+def _in_float32(config: AttentionConfig, kind: AttentionKind) -> AttentionConfig:
+    """Return tiles that spill nothing beside records of segments; those of fast attention do, by some 200 bytes."""
+    size = padded(kind.head_size)
+    if size == _WIDEST and kind.softcap:
+        return replace(config, num_warps=2 * _WARP_GROUP)
+    return replace(config, tile=min(config.tile, 16)) if size == 2 * _WIDEST else config
 
 
 def tile_tokens(kind: AttentionKind, arch: int) -> int:

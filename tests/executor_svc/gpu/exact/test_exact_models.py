@@ -1,4 +1,7 @@
-"""All kinds of layers on the GPU's kernels in exact mode: requests' bits in chunks and beside others, and alone."""
+"""All kinds of layers on the GPU's kernels in exact mode: requests' bits in chunks and beside others, and alone.
+
+With another executor now and then. No product is PyTorch's, which would be cuBLAS's.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 from executor_svc.models.adapters.places import AdapterSizes
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
+from tests.executor_svc.gpu.exact.products import without_products
 from tests.helpers.core.core_chats import Outcome, Setting
 from tests.helpers.core.gpu_rig import GpuRig, shortest_load
 from tests.helpers.marks import short_and_long
@@ -21,7 +25,7 @@ from tests.helpers.models.quantized_layouts import quantize_checkpoint
 pytestmark = pytest.mark.slow
 
 ALONE = Setting(num_blocks=64, max_num_batched_tokens=96, depth=1, arrivals="alone")
-CHUNKS = Setting(block_size=8, num_blocks=96, max_num_batched_tokens=23, max_num_seqs=6)
+CHUNKS = Setting(block_size=8, num_blocks=96, max_num_batched_tokens=23, max_num_seqs=6, loses_every=5)
 LLAMA = ("llama", {"num_hidden_layers": 1, "head_dim": 64, "hidden_size": 64, "intermediate_size": 96})
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("qwen3_moe", {"num_hidden_layers": 1, "head_dim": 64}, {}),
@@ -47,8 +51,9 @@ def compare(model: Model, setting: Setting = CHUNKS, alone: Setting = ALONE, **h
     load = shortest_load()
     if how:
         load = [replace(each, spec=replace(each.spec, adapter_index=index)) for index, each in enumerate(load, 1)]
-    expected = GpuRig(model, alone, **how).run(load)
-    found = GpuRig(model, setting, **how).run(load)
+    with without_products():
+        expected = GpuRig(model, alone, **how).run(load)
+        found = GpuRig(model, setting, **how).run(load)
     assert len(expected) == 2
     assert found == expected
     return expected

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
+from tests.executor_svc.gpu.exact.products import without_products
 from tests.helpers.core.core_chats import Outcome, Setting
 from tests.helpers.core.gpu_rig import GpuRig, constrained_load, short_load, shortest_load
 from tests.helpers.executor.known_drafts import KnownDrafts
@@ -52,20 +52,17 @@ def known_drafts(expected: Outcome) -> KnownDrafts:
     return KnownDrafts(texts, 131, acceptance=0.8)
 
 
-def test_requests_get_what_they_get_alone(
-    tmp_path: Path, ordered_products: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_get_what_they_get_alone(tmp_path: Path, ordered_products: None) -> None:
     """And no product is PyTorch's, which would be cuBLAS's."""
-    model = llama(tmp_path, "exact")  # first: transformers' own import needs them
-    for owner, name in ((torch, "mm"), (torch, "addmm"), (torch, "bmm"), (torch, "_scaled_mm"), (functional, "linear")):
-        monkeypatch.delattr(owner, name)
-    expected = GpuRig(model, ALONE).run(short_load())
-    for name, setting in SETTINGS.items():
-        rig = GpuRig(model, setting, known_drafts(expected) if setting.max_drafts else None)
-        found = rig.run(short_load())
-        for key, alone in expected.items():
-            assert found[key] == alone, (name, key)
-        assert setting.happens <= (+rig.happened).keys(), (name, rig.happened)
+    model = llama(tmp_path, "exact")
+    with without_products():
+        expected = GpuRig(model, ALONE).run(short_load())
+        for name, setting in SETTINGS.items():
+            rig = GpuRig(model, setting, known_drafts(expected) if setting.max_drafts else None)
+            found = rig.run(short_load())
+            for key, alone in expected.items():
+                assert found[key] == alone, (name, key)
+            assert setting.happens <= (+rig.happened).keys(), (name, rig.happened)
 
 
 LATE = {"together": 3, "failover": 2}

@@ -12,8 +12,9 @@ from dataclasses import replace
 import pytest
 from triton.runtime.interpreter import InterpretedFunction
 
+from executor_svc.gpu.kernels.compile import __main__ as command
 from executor_svc.gpu.kernels.compile.build import Build, build_errors, compile_variant
-from executor_svc.gpu.kernels.compile.build_all import tasks_of
+from executor_svc.gpu.kernels.compile.build_all import BuildOutcome, tasks_of
 from executor_svc.gpu.kernels.compile.registry import PACKAGE, entries, kernel_modules
 from executor_svc.gpu.kernels.variant import Variant
 from tests.helpers.marks import short_and_long
@@ -129,6 +130,24 @@ def test_only_what_is_named_is_compiled():
 
 
 # --- without compiling ------------------------------------------------------------------------------------------------
+
+
+def test_parts_have_each_build_once(monkeypatch):
+    taken = []
+
+    def build_all(tasks, jobs):
+        taken.append([task.label for task in tasks])
+        return BuildOutcome()
+
+    monkeypatch.setattr(command, "build_all", build_all)
+    for part in ("1/3", "2/3", "3/3"):
+        command.main(["--module", REFUSED, "--part", part])
+    whole = [task.label for task in tasks_of(entries([REFUSED]).values())]
+    assert sorted(label for part in taken for label in part) == sorted(whole)
+    assert max(map(len, taken)) - min(map(len, taken)) <= 1
+    for wrong in ("0/3", "4/3", "3"):
+        with pytest.raises(SystemExit):
+            command.main(["--part", wrong])
 
 
 def kernel(target):

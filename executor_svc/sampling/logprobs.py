@@ -69,14 +69,15 @@ def _logprobs_by_standings(
     if standings is None:
         return None
     x = logits.numpy()
-    log_total = functions.log(torch.from_numpy(standings.total[:, None])).numpy() + standings.peak[:, None]
     best = top_ids(logits, num_top, places).numpy() if num_top else np.zeros((len(rows), 0), np.int64)
-    return (
-        (x[places, chosen] - log_total[:, 0]).astype(np.float32),
-        standings.ahead + 1,
-        best,
-        (x[places[:, None], best] - log_total).astype(np.float32),
-    )
+    log_total = functions.log(torch.from_numpy(standings.total[:, None])).numpy() + standings.peak[:, None]
+    with np.errstate(all="ignore"):  # other ranks than 0 have anything in place of logits
+        return (
+            (x[places, chosen] - log_total[:, 0]).astype(np.float32),
+            standings.ahead + 1,
+            best,
+            (x[places[:, None], best] - log_total).astype(np.float32),
+        )
 
 
 def logprobs_of_few(

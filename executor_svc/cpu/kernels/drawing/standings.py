@@ -83,8 +83,9 @@ class _StandingsProgram:
         self._rows *= 4 * self._width
         self._rows += logits.data_ptr()
         self._tokens[:count], self._value[:count] = tokens, x[rows, tokens]
-        for place, row in enumerate(rows.tolist()):
-            self._peak[place] = x[row].max()
+        with np.errstate(invalid="ignore"):  # as `row_math.top_ids`
+            for place, row in enumerate(rows.tolist()):
+                self._peak[place] = x[row].max()
         self._program.run(rows=count)
         return Standings(self._peak[:count].copy(), self._totals[:count].copy(), self._ahead[:count].sum(axis=1))
 

@@ -56,3 +56,15 @@ def test_a_row_that_is_not_finite_says_so() -> None:
     logits = _logits(6, 100, np.random.default_rng(1))
     found = row_logprobs(logits, np.array([7]), np.array([0]), np.array([0]), functions, np.array([3]))
     assert np.isnan(found.chosen).all()
+
+
+def test_ranks_without_logits_compute_with_anything() -> None:
+    """They have memory in place of logits: whatever is there, nothing is raised, and no warning is an error."""
+    functions = next(iter(FUNCTIONS.values()))
+    bits = np.random.default_rng(2).integers(-(2**31), 2**31, (6, 4097), np.int32)
+    logits = torch.from_numpy(bits.view(np.float32).copy())
+    logits[0], logits[1, 5], logits[2] = float("inf"), float("-inf"), float("-inf")
+    logits[3, 7] = logits[4].nan_to_num().max()
+    found = row_logprobs(logits, np.full(6, 7), np.arange(6), np.full(6, 5), functions)
+    assert found.chosen.shape == (6,)
+    assert found.top.shape == (6, 5)

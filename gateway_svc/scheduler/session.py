@@ -107,7 +107,8 @@ class GatewaySession(SessionDriver):
             run.end(_stopping())
 
     async def close(self, error: CadenzaError | None = None) -> None:
-        """End the stream; requests that still run end with UnavailableError, and are aborted by the lost stream."""
+        """Abort what runs, with UnavailableError for whoever waits for it, and end the stream."""
+        self.end_all()
         await super().close(error or _stopping())
 
     async def take_all(self, events: Sequence[generation_pb2.SessionEvent], now_s: float) -> None:

@@ -99,6 +99,8 @@ class SessionDriver:
         self.to_send: deque[DrivenRequest] = deque()
         """What the transport has not taken; a new one for each stream."""
         self._to_abort: deque[generation_pb2.SessionRequest] = deque()
+        self._has_aborted = False
+        """Whether the server may not have read all aborts yet."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_finishing = False
@@ -132,6 +134,7 @@ class SessionDriver:
         """End a request at the server, which need not be in this session."""
         abort = generation_pb2.AbortRequest(request_id=request_id)
         self._to_abort.append(generation_pb2.SessionRequest(abort=abort, tenant_token_sha256=tenant))
+        self._has_aborted = True
         self._wake.set()
 
     def end(self, live: DrivenRequest, error: CadenzaError) -> None:
@@ -153,10 +156,17 @@ class SessionDriver:
             raise self.ended_by
 
     async def close(self, error: CadenzaError | None = None) -> None:
-        """End the stream. Requests that still run fail with the error; without one nobody waits for them."""
+        """End the stream. Requests that still run fail with the error; without one nobody waits for them.
+
+        Without any that run it waits, for two seconds at most, until the server has read what it is to abort.
+        """
         self._closed_by = error or UnavailableError("the session is closed")
         task, self._task = self._task, None
         if task is not None:
+            if self._has_aborted and not self.live:
+                self._is_finishing = True
+                self._wake.set()
+                await asyncio.wait({task}, timeout=_ABORT_TIMEOUT_S)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if error is not None:

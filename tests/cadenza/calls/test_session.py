@@ -279,3 +279,28 @@ async def test_many_are_aborted_over_a_stream_of_their_own_and_one_by_a_call() -
         await abort_quietly(stub, ["c"])
     assert stub.written == [["abort a", "abort b", "half-close"]]
     assert stub.aborted == ["c"]
+
+
+async def test_the_server_reads_aborts_before_the_stream_ends() -> None:
+    """Or what was aborted would run on for its grace, as after a lost stream."""
+    stub: Any = Stub(lambda written: [])
+    driver = SessionDriver(stub, "server")
+    live = Noted("a", attempts())
+    driver.send(live)
+    await until(lambda: stub.written == [["generate a"]])
+    driver.abort(live)
+    await driver.close()
+    assert stub.written == [["generate a", "abort a", "half-close"]]
+
+
+async def test_a_server_that_reads_no_aborts_holds_up_a_close_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cadenza.calls.session._ABORT_TIMEOUT_S", 0.05)
+    stub: Any = Stub(lambda written: [])
+    monkeypatch.setattr(Stream, "done_writing", lambda _: asyncio.Event().wait())
+    driver = SessionDriver(stub, "server")
+    live = Noted("a", attempts())
+    driver.send(live)
+    await until(lambda: stub.written == [["generate a"]])
+    driver.abort(live)
+    async with asyncio.timeout(10):
+        await driver.close()

@@ -37,6 +37,9 @@ class Stream:
         for each in self.answer(message):
             self.messages.put_nowait(each)
 
+    async def done_writing(self) -> None:
+        self.messages.put_nowait(grpc.aio.EOF)
+
     def cancel(self) -> None:
         pass
 
@@ -71,8 +74,12 @@ async def test_takeovers_of_one_request_are_not_those_of_another(monkeypatch):
     """Each may be taken back three times after a lost connection, however many there are."""
     monkeypatch.setattr("cadenza.calls.reconnect.random.uniform", lambda low, high: 0.0)
     counts: dict[str, int] = {}
+    aborted = []
 
     def answer(message):
+        if message.HasField("abort"):
+            aborted.append(message.abort.request_id)
+            return []
         request_id = message.generate.request_id
         counts[request_id] = counts.get(request_id, 0) + 1
         if counts[request_id] == 1:
@@ -86,6 +93,7 @@ async def test_takeovers_of_one_request_are_not_those_of_another(monkeypatch):
             assert await live.inbox.take() is not None
     await session.close()
     assert counts == dict.fromkeys("abcd", 5)
+    assert aborted == [*"abcd"], "what runs when a session is closed does not run on for its grace"
 
 
 async def test_a_request_that_is_always_unavailable_ends_beside_others_that_run(monkeypatch):

@@ -1,8 +1,8 @@
 """JSON schemas in words that llguidance reads, where it does not read theirs.
 
-What is written here allows no value that the schema does not. It allows all that the schema allows, but for choices of
-which one alone may hold: a property that tells them apart is required, as it is where pydantic and OpenAPI call it
-their discriminator.
+A rewritten schema accepts a subset of what the original accepts. The two are equal, except for `oneOf`: its options
+become `anyOf` only if they are mutually exclusive, and a discriminator property (as pydantic and OpenAPI call it) is
+then required.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Rewriter:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._told_apart: dict[tuple[str, str], str] = {}
+        self._discriminated: dict[tuple[str, str], str] = {}
         """The definition that requires a property, by the reference to the one that does not, and the property."""
         self._added: dict[str, Any] = {}
 
@@ -70,7 +70,7 @@ class _Rewriter:
         return value
 
     def _any_of(self, options: list[Any]) -> list[Any] | None:
-        """Choices of which no value fits two; None: they cannot be told apart."""
+        """Mutually exclusive options; None: they may overlap."""
         if len(options) > _MAX_OPTIONS:
             return None
         kinds = [kinds_of(each, self._root) for each in options]
@@ -85,7 +85,7 @@ class _Rewriter:
         if len(objects) < 2:
             return options
         of_objects = [options[place] for place in objects]
-        key = next((name for name in self._names(of_objects[0]) if self._tells_apart(name, of_objects)), None)
+        key = next((name for name in self._names(of_objects[0]) if self._discriminates(name, of_objects)), None)
         if key is None:
             return None
         return [self._requiring(key, each) if place in objects else each for place, each in enumerate(options)]
@@ -104,7 +104,7 @@ class _Rewriter:
                 rest += _listed(part.get("allOf"))
         return [*found.values()]
 
-    def _tells_apart(self, name: str, options: list[Any]) -> bool:
+    def _discriminates(self, name: str, options: list[Any]) -> bool:
         return _are_disjoint(self._values_of(name, each, set()) for each in options)
 
     def _values_of(self, name: str, option: Any, seen: set[int]) -> set[str] | None:
@@ -131,11 +131,11 @@ class _Rewriter:
         if not isinstance(reference, str):
             return {**option, "required": [*_required(option), name]}
         key = (reference, name)
-        if key not in self._told_apart:
-            title = self._told_apart[key] = f"cadenza-{len(self._told_apart)}"
+        if key not in self._discriminated:
+            title = self._discriminated[key] = f"cadenza-{len(self._discriminated)}"
             whole = resolved(option, self._root)
             self._added[title] = self._schema({**whole, "required": [*_required(whole), name]}, 1)
-        return {"$ref": f"#/$defs/{self._told_apart[key]}"}
+        return {"$ref": f"#/$defs/{self._discriminated[key]}"}
 
 
 def _with_names(schema: dict[str, Any]) -> dict[str, Any]:

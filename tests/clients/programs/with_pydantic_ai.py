@@ -1,6 +1,6 @@
 """pydantic-ai against a gateway: `python with_pydantic_ai.py '{"url": …}'` prints what it made, as JSON in one line.
 
-The model's types are those that programs write: a union told apart by a tag with a default, and a dict of known keys.
+The types are those that programs write: a union with a discriminator that has a default, and a dict of known keys.
 """
 
 from __future__ import annotations

@@ -217,8 +217,8 @@ def _scored_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         text = tokens[token_id]
         for cut in range(len(text) - 1, 0, -1):
             # The tokens themselves, so that merges share their texts.
-            left, right = parts.get(text[:cut]), parts.get(text[cut:])
-            if left is not None and right is not None:
+            left = parts.get(text[:cut])
+            if left is not None and (right := parts.get(text[cut:])) is not None:
                 merges.append((left, right))
         if len(merges) > _MAX_MERGES:
             problem = f"has tokens that are made of over {_MAX_MERGES} pairs of tokens"

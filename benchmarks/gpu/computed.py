@@ -18,6 +18,8 @@ from benchmarks.serving.step_work import Chunk, DecoderWork, Matrices, Work, dec
 GPUS = {"H100": (3.03e12, 780e12), "H200": (4.3e12, 780e12)}
 """Bytes a second of a device copy, and operations a second of a product in bf16, as they were measured."""
 CONTEXT, PROMPT = 1024, 8192
+_SHORT = 128
+"""Tokens of short sequences: what is read beside weights weighs most with them."""
 PROMPT_SHARE = 0.75
 _GPTQ_BITS = 4 + (16 + 4) / 128
 """A code, and a scale and a zero point for each 128 of them."""
@@ -113,7 +115,7 @@ def fused_table() -> str:
     counts = (1, 2, 4, 8, 16)
     lines = [["model", "tokens of a sequence", *(f"{count} row{'s' * (count > 1)}" for count in counts)]]
     lines.append(["---"] * len(lines[0]))
-    for shape, context in product((QWEN3_06B, LLAMA_8B), (CONTEXT, PROMPT)):
+    for shape, context in product((QWEN3_06B, LLAMA_8B), (_SHORT, CONTEXT, PROMPT)):
         lines.append([shape.name, f"{context:,}", *(f"{over_limit(shape, rows, context):.3f}" for rows in counts)])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 

@@ -151,8 +151,11 @@ _SPLIT_SOFTCAP = _DECODE_SOFTCAP | {
     ("fp8", 512): AttentionConfig(DECODE_ROWS, 16, 4, 2),
 }
 """Split ones spill as many with such a cache, too."""
-_SPLIT_SINKS = _SPLIT_SOFTCAP | {("32", 128): AttentionConfig(DECODE_ROWS, 32, 4, 2)}
-"""With 8 warps ptxas keeps 64 registers, and spills the places of results and sinks while keys are read."""
+_OF_SINKS = {("32", 128): AttentionConfig(DECODE_ROWS, 32, 4, 2)}
+"""With 8 warps ptxas keeps 64 registers, and spills the places of results and sinks while keys are read.
+
+With 4 those spill that are not split and have no window.
+"""
 _HOPPER_DECODE_BF16 = _DECODE | {("fp8", 128): AttentionConfig(DECODE_ROWS, 32, 2, 4)}
 """Measured on an H100, as the next two: `tune-decode` in benchmarks/results/gpu_kernels.jsonl.
 
@@ -206,7 +209,7 @@ _HOPPER_SPLIT_WIDE = _HOPPER_WIDE | {
     ("32", 64): AttentionConfig(64, 16, 16, 2),
     ("32", 128): AttentionConfig(32, 16, 16, 2),
 }
-"""With 8 warps some spill as in `_SPLIT_SINKS`, with a window and sinks even where 128 registers are allowed."""
+"""With 8 warps some spill as in `_OF_SINKS`, with a window and sinks even where 128 registers are allowed."""
 _HOPPER_COPIED = _HOPPER | {
     ("16", 64): AttentionConfig(128, 64, 8, 3),
     ("16", 128): AttentionConfig(64, 64, 4, 3),
@@ -306,8 +309,8 @@ def _decode_table(kind: AttentionKind, phase: Phase, arch: int, copies: bool) ->
         table = _HOPPER_DECODE_COPIED if copies else _DECODE if spills else _HOPPER_DECODE_BF16
         return table | copied if phase is Phase.SPLIT else table | _HOPPER_UNSPLIT
     if more:
-        split = _SPLIT_SINKS if kind.sinks else _SPLIT_SOFTCAP
-        return split | copied if phase is Phase.SPLIT else _DECODE_SOFTCAP
+        table = _SPLIT_SOFTCAP | copied if phase is Phase.SPLIT else _DECODE_SOFTCAP
+        return table | _OF_SINKS if kind.sinks and (phase is Phase.SPLIT or kind.window) else table
     return _DECODE
 
 

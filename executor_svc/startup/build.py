@@ -31,6 +31,7 @@ from executor_svc.startup.speculation import (
     model_on_gpu,
     state_layers_of,
     with_drafts_of,
+    without_passes,
 )
 from executor_svc.worker.model_adapters import ModelAdapterLoader
 from executor_svc.worker.worker import Executor
@@ -112,8 +113,11 @@ def _load(
         adapters = make_adapters(config, device, loaded)
         report.takes("drafts and adapters", 0)
     with report.part("comparing kernels"):
-        if not check_kernels(config, device, loaded, draft):
+        compared = check_kernels(config, device, loaded, draft)
+        if not compared.for_graphs:
             config = config.model_copy(update={"enforce_eager": True})
+        if not compared.has_passes:
+            config, draft = without_passes(config), None
     return config, loaded, draft, adapters
 
 

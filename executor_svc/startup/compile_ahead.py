@@ -61,7 +61,7 @@ def compile_ahead(config: ExecutorConfig, arch: int) -> None:
             for _, chunks in steps.steps():
                 steps.run(steps.fill(chunks))
         if config.kernel_checks != "off":
-            check = StepCheck(loaded, device, config, device.choices, layers)
+            check = StepCheck(loaded, device, config, device.choices, layers, model_on_gpu(draft, device))
             check.launch(Fallbacks(device.kernels, device.choices))
         run_trial(loaded, device, config, draft)
         pools = device.new_kv_cache(loaded.geometry, config, 0, layers)

@@ -16,7 +16,7 @@ from cadenza_common.plan.memory import MemoryPart
 from executor_svc.config import ExecutorConfig
 from executor_svc.device.interface import Device
 from executor_svc.models.loading import LoadedModel
-from executor_svc.startup.speculation import Draft
+from executor_svc.startup.speculation import Draft, model_on_gpu
 
 _log = logging.getLogger(__name__)
 _GIB = 1 << 30
@@ -84,19 +84,28 @@ class StartReport:
         return int(total - free)
 
 
-def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, draft: Draft | None) -> bool:
+@dataclass(frozen=True, slots=True)
+class ComparedKernels:
+    """What a start does otherwise, as kernels are not right."""
+
+    for_graphs: bool = True
+    """Whether steps are for CUDA graphs: not if PyTorch stands in for attention, by thousands of operations."""
+    has_passes: bool = True
+    """Whether a draft model or head on the GPU may draft: not if what prepares its passes is off."""
+
+
+def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, draft: Draft | None) -> ComparedKernels:
     """Compare the kernels of a model, of its draft model or head, and of what surrounds it in steps, with references.
 
     With --kernel-checks report what is wrong is logged, with off nothing is compared. Raises KernelError, naming what
     has no right way to be computed. Models through transformers are not compared; a rank compares its own part, and
-    waits for no other. Returns whether steps are for CUDA graphs: they are not if PyTorch stands in for attention, by
-    thousands of operations.
+    waits for no other.
     """
     if device.torch_device.type != "cuda" or not loaded.recordable:
-        return True
+        return ComparedKernels()
     if config.kernel_checks == "off":
         _log.warning("kernels: not compared (--kernel-checks off); wrong ones would give wrong tokens")
-        return True
+        return ComparedKernels()
     from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
     from executor_svc.gpu.checks.steps.step_check import StepCheck
     from executor_svc.gpu.device import GpuDevice
@@ -106,8 +115,9 @@ def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, d
     models = [ModelCheck(loaded, device, config, device.choices, layers)]
     if draft is not None:
         models.append(ModelCheck(loaded, device, config, device.choices, layers, draft.model))
-    steps = StepCheck(loaded, device, config, device.choices, layers)
-    return not compare_models(models, steps).is_slow
+    steps = StepCheck(loaded, device, config, device.choices, layers, model_on_gpu(draft, device))
+    found = compare_models(models, steps)
+    return ComparedKernels(not found.is_slow, found.has_passes)
 
 
 def memory_text(parts: list[MemoryPart], used: int, total: int, bound: int) -> str:

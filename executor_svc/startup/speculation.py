@@ -81,6 +81,19 @@ def with_drafts_of(config: ExecutorConfig, geometry: ModelGeometry) -> ExecutorC
     return config.model_copy(update={"speculative": "off"})
 
 
+def without_passes(config: ExecutorConfig) -> ExecutorConfig:
+    """Return the options without the draft model or head of a GPU that does not prepare its passes rightly.
+
+    Where it was not asked for by name, suffixes are left.
+    """
+    _log.warning(
+        "--speculative %s: the draft model or head is NOT USED, as what prepares its passes is wrong on this GPU (see "
+        "`no drafts` above)", config.speculative,
+    )  # fmt: skip
+    left = "auto" if config.speculative == "auto" else "off"
+    return config.model_copy(update={"speculative": left, "speculative_model": None})
+
+
 def load_speculative_model(config: ExecutorConfig, device: Device, target: LoadedModel) -> Draft | None:
     """Load the draft model or head of the options, or that of the target's checkpoint; None if there is none.
 

@@ -114,7 +114,7 @@ class HeadSource:
         )  # fmt: skip
         _, places = spans(first, counts)
         combined = self._runner.combine(int(ends[-1]))[torch.from_numpy(places)]
-        results = self._runner.forward(_head_batch(slots, rows, starts, counts), combined)
+        results = self._runner.forward(head_batch(slots, rows, starts, counts), combined)
         self._results[torch.from_numpy(rows)] = results[torch.from_numpy(counts.cumsum() - 1)]
         self._ready_at[rows] = starts + counts + 1
         self._kv.computed(slots, rows, starts + counts)
@@ -131,7 +131,7 @@ class HeadSource:
         while len(active := np.flatnonzero(counts > index)):
             if index:
                 ones = np.ones(len(active), np.int64)
-                batch = _head_batch(slots, rows[active], known[active] + index - 2, ones)
+                batch = head_batch(slots, rows[active], known[active] + index - 2, ones)
                 results = self._runner.forward(batch, results)
             logits, best = self._runner.logits(results)
             spread = self._runner.spread
@@ -145,7 +145,7 @@ class HeadSource:
         return Drafts(counts, np.concatenate(made).astype(np.int64))
 
 
-def _head_batch(slots: Slots, rows: IntArray, starts: IntArray, counts: IntArray) -> ForwardBatch:
+def head_batch(slots: Slots, rows: IntArray, starts: IntArray, counts: IntArray) -> ForwardBatch:
     """Return the head's rows starts[i] to starts[i] + counts[i] - 1 of the slots rows[i]: tokens are those behind."""
     batch = flat_batch(slots, rows, starts, counts, counts[:0])
     owner = np.repeat(rows, counts)

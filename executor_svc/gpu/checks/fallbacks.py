@@ -30,8 +30,11 @@ from executor_svc.gpu.states import GpuStateKernels
 from executor_svc.gpu.stored_linear import GpuStoredLinear, PackedRows
 
 KERNEL, TORCH, HOST, OWN, _TILES_OF = "kernel", "torch", "host", "product of exact mode", "tiles of "
+NO_DRAFTS = "no drafts"
+"""The way of what prepares the passes of a draft model or head: without these, drafts of none."""
 SAMPLING, PENALTIES, LOGPROBS = "sampling/sampling", "sampling/penalties", "sampling/logprobs"
 NGRAMS, COPIES = "slots/ngram_drafts", "copy_pages"
+PASSES, HEAD_ROWS, VOCABULARY = "slots/draft_passes", "slots/head_rows", "sampling/draft_vocabulary"
 """Kernels of steps that have another way, as their labels begin."""
 _ATTENTIONS = "attention", "latent_attention"
 _TILES = (80, 86)
@@ -132,6 +135,11 @@ class Fallbacks:
     def is_slow(self) -> bool:
         """Whether some attention is PyTorch's: as many operations as a graph would hold for the longest sequences."""
         return any(map(self.attends_by_torch, self.ways))
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether a draft model or head may draft."""
+        return not self._has(NO_DRAFTS, PASSES, HEAD_ROWS, VOCABULARY)
 
     def _possible(self, call: RecordedCall) -> list[str]:
         """Return the ways of a call, in order; in exact mode there is one, as another may not keep a row's bits."""

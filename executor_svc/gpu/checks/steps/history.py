@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from executor_svc.batch.ragged import spans
 from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.batch.step_result import SampledTokens
-from executor_svc.gpu.checks.steps.requests import DRAFTED, CheckedPlans, drafted_logits
-from executor_svc.gpu.checks.steps.words import differing, first_of, lists_of_slot, numbers_of
+from executor_svc.gpu.checks.steps.requests import DRAFTED, CheckedPlans, UnevenDrafts, drafted_logits
+from executor_svc.gpu.checks.steps.words import differing, first_of, lists_of_slot, numbers_of, tokens_reason
 from executor_svc.gpu.kernels.slots.commit import IDLE
 from executor_svc.gpu.kernels.slots.slots import StepInputs, StepSizes
 from executor_svc.gpu.sampling.sampler import GpuSampler
@@ -35,6 +36,8 @@ from executor_svc.speculation.drafting import Drafting
 from executor_svc.speculation.ngram import NgramSource
 from executor_svc.speculation.verification import accept_drafts
 
+DraftsBy = Literal["host", "ngrams", "passes"]
+"""What makes the drafts of steps: the host, the device from what a text repeats, or a draft model or head there."""
 _PADDING = 3
 _STAGING_WORDS = 1 << 15
 """Less than the first plan's changes, which are sent in pieces."""
@@ -44,17 +47,17 @@ _NUMBERS = ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "stopped")
 class CheckedHistory:
     """Slots on the host and on the device, which run the same plans."""
 
-    def __init__(self, real: Limits, device: torch.device, functions: RowFunctions, *, drafts_here: bool) -> None:
-        """real: of the executor. drafts_here: whether the device makes the drafts of steps."""
+    def __init__(self, real: Limits, device: torch.device, functions: RowFunctions, drafts: DraftsBy) -> None:
+        """real: of the executor."""
         self.plans = CheckedPlans.of(real)
         limits = self.plans.limits
-        source = NgramSource(limits)
-        ngrams = NgramLengths(source.min_match, source.max_match) if drafts_here else None
+        ngrams = NgramSource(limits)
+        lengths = NgramLengths(ngrams.min_match, ngrams.max_match) if drafts == "ngrams" else None
         self.truth, self.functions, self.device = Slots(limits), functions, device
-        self.drafting = Drafting(self.truth, source)
+        self.drafting = Drafting(self.truth, UnevenDrafts(limits) if drafts == "passes" else ngrams)
         extra = SlotSamplingState.extra_words(limits)
-        self.slots = DeviceSlots(limits, device, staging_words=_STAGING_WORDS, extra_words=extra, ngrams=ngrams)
-        self.drafts_here = drafts_here
+        self.slots = DeviceSlots(limits, device, staging_words=_STAGING_WORDS, extra_words=extra, ngrams=lengths)
+        self.drafts = drafts
         self.sampling = SlotSamplingState(limits, self.slots)
         self.sampler = GpuSampler(limits, self.sampling)
 
@@ -67,7 +70,12 @@ class CheckedHistory:
         behind = _as_if_none_stopped(second)
         yield CheckedStep.of(self, 3, self.plans.decode(), behind)
         if self.plans.limits.max_drafts:
-            yield CheckedStep.of(self, DRAFTED, self.plans.decode(max(1, self.plans.limits.max_drafts - 1)))
+            most = max(1, self.plans.limits.max_drafts - 1)
+            yield CheckedStep.of(self, DRAFTED, self.plans.decode(most))
+            if self.drafts == "passes":
+                yield CheckedStep.of(self, DRAFTED + 1, self.plans.fewer(self.truth))
+                yield CheckedStep.of(self, DRAFTED + 2, self.plans.decode(most, self.truth))
+                yield CheckedStep.of(self, DRAFTED + 3, self.plans.decode(most))
 
     def state_reason(self) -> str | None:
         """Return how the device's slots differ from the host's."""
@@ -177,7 +185,7 @@ class CheckedStep:
         history, slots = self.history, self.history.slots
         without = np.zeros(slots.limits.num_slots, np.bool_)
         history.sampling.apply(self.plan, slots.apply(self.plan), without)
-        if self.planned.num_drafts is not None and not history.drafts_here:
+        if self.planned.num_drafts is not None and history.drafts == "host":
             self._put_drafts()
         slots.stage(self.planned, self.sizes, self.plan.max_drafts)
         return first_of([history.state_reason(), history.parameters_reason()])
@@ -227,12 +235,7 @@ class CheckedStep:
         assert batch is not None
         computed = np.repeat(self._live(), self.counts)
         computed = np.pad(computed, (0, self.sizes.num_tokens - len(computed)))
-        reasons = []
-        for name, empty in (("token_ids", 0), ("positions", 0), ("slot_mapping", -1), ("rope_lens", 1)):
-            wanted = np.full((*getattr(self.inputs, name).shape[:-1], len(computed)), empty, np.int64)
-            wanted[..., computed] = getattr(batch, name)
-            reasons.append(differing(name, getattr(self.inputs, name), wanted))
-        return first_of(reasons)
+        return tokens_reason(self.inputs, computed, batch)
 
     def _sequences_reason(self) -> str | None:
         inputs, planned, truth, live = self.inputs, self.planned, self.history.truth, self._live()

@@ -10,9 +10,11 @@ import numpy as np
 
 from cadenza_common.plan.plan import AdmittedSequence, GroupAppends, GroupTable, StepPlan
 from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.batch.scheduled import Scheduled
 from executor_svc.batch.slots import Slots
 from executor_svc.plan.arrays import FloatArray, IntArray, column, float_column
 from executor_svc.plan.limits import Limits
+from executor_svc.speculation.drafts import Drafts
 
 LONGEST = 1500
 """Tokens of the longest prompt: more words than one program writes to the state."""
@@ -156,9 +158,26 @@ class CheckedPlans:
             scheduled_samples=[True, True], fork_slots=[fork], fork_source_slots=[source],
         )  # fmt: skip
 
-    def decode(self, max_drafts: int = 0) -> StepPlan:
-        """All that are ready go on."""
-        return StepPlan(3, epoch=1, decode_ready=True, max_drafts=max_drafts)
+    def fewer(self, slots: Slots) -> StepPlan:
+        """All leave but those with drafts, who go on without any; one joins, of whose prompt a part is computed."""
+        leaving = [slot for slot in np.flatnonzero(slots.admitted).tolist() if not self.special[slot].periodic]
+        joins = self._admission(leaving[-1], CheckedRequest(SequenceSampling(), periodic=True))
+        return StepPlan(
+            5, epoch=1, released_slots=leaving, admitted=[joins], decode_ready=True, scheduled_slots=[joins.slot],
+            scheduled_num_tokens=[len(joins.token_ids) // 2], scheduled_samples=[False],
+        )  # fmt: skip
+
+    def decode(self, max_drafts: int = 0, slots: Slots | None = None) -> StepPlan:
+        """All that are ready go on; slots: the rest of prompts is computed too."""
+        plan = StepPlan(3, epoch=1, decode_ready=True, max_drafts=max_drafts)
+        if slots is None:
+            return plan
+        left = slots.num_tokens - slots.num_computed_tokens
+        begun = np.flatnonzero(slots.admitted & ~slots.stopped & (left > 1))
+        return replace(
+            plan, scheduled_slots=begun.tolist(), scheduled_num_tokens=left[begun].tolist(),
+            scheduled_samples=[True] * len(begun),
+        )  # fmt: skip
 
     def logits(self, slots: IntArray, step: int) -> FloatArray:
         """Return random logits [len(slots), vocab] float32 of rows of these slots."""
@@ -208,6 +227,41 @@ class CheckedPlans:
 
     def _pages(self, count: int) -> IntArray:
         return self.rng.integers(0, self.limits.num_device_blocks, count)
+
+
+class UnevenDrafts:
+    """Random drafts; every other slot has one fewer than it may have, as if the row of that one had failed.
+
+    Implements `DraftSource`.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._vocab, self._rng = limits.vocab_size, np.random.default_rng(1)
+
+    def propose(self, slots: Slots, rows: IntArray, most: IntArray) -> Drafts:
+        """As in `DraftSource`; some slot has drafts."""
+        fewer = most - np.arange(len(most)) % 2
+        counts = fewer if fewer.any() else most
+        return Drafts(counts, self._rng.integers(0, self._vocab, int(counts.sum())))
+
+    def looks(self, slots: Slots, rows: IntArray) -> bool:
+        """As in `DraftSource`."""
+        return True
+
+    def follow(self, plan: StepPlan) -> None:
+        """As in `DraftSource`."""
+
+    def admitted(self, slot: int, scope: int) -> None:
+        """As in `DraftSource`."""
+
+    def released(self, slots: IntArray) -> None:
+        """As in `DraftSource`."""
+
+    def committed(self, slots: Slots, scheduled: Scheduled, starts: IntArray) -> None:
+        """As in `DraftSource`."""
+
+    def clear(self) -> None:
+        """As in `DraftSource`."""
 
 
 def drafted_logits(x: FloatArray, drafts: Sequence[int]) -> None:

@@ -10,9 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.batch.forward_batch import ForwardBatch
 from executor_svc.gpu.kernels.sampling.state import RECORD, SamplingLists
+from executor_svc.gpu.kernels.slots.slots import StepInputs
 from executor_svc.gpu.sampling.state import following, pack_record
+from executor_svc.plan.arrays import BoolArray
 
+_PADDING = (("token_ids", 0), ("positions", 0), ("slot_mapping", -1), ("rope_lens", 1))
 _STARTS = ("bias_start", "word_start", "stop_start")
 
 
@@ -32,6 +36,20 @@ def differing(what: str, found: Tensor | NDArray[Any], wanted: Tensor | NDArray[
     at = tuple(wrong[0].tolist())
     place = ", ".join(map(str, at))
     return f"{what}: {len(wrong)} of {have.size} are wrong, the first at {place}: {have[at]}, not {want[at]}"
+
+
+def tokens_reason(inputs: StepInputs, computed: BoolArray, batch: ForwardBatch | None) -> str | None:
+    """Return how a step's tensors by token differ from those of a batch.
+
+    computed: [T], which tokens are the batch's, the others are padding; batch: None if none are.
+    """
+    reasons = []
+    for name, empty in _PADDING:
+        wanted = np.full((*getattr(inputs, name).shape[:-1], len(computed)), empty, np.int64)
+        if batch is not None:
+            wanted[..., computed] = getattr(batch, name)
+        reasons.append(differing(name, getattr(inputs, name), wanted))
+    return first_of(reasons)
 
 
 def numbers_of(words: NDArray[np.int32], sampling: SequenceSampling) -> str | None:

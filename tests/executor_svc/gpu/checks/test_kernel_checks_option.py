@@ -19,7 +19,7 @@ from executor_svc.gpu.checks.steps.step_check import StepCheck
 from executor_svc.gpu.choices.ways import KernelChecks, KernelError
 from executor_svc.gpu.kernels import norm
 from executor_svc.models.heads.eagle3_loading import load_eagle3
-from executor_svc.startup.gpu_report import check_kernels
+from executor_svc.startup.gpu_report import ComparedKernels, check_kernels
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.checks.checked import HEADS, loaded, model_check, refused, scaled
@@ -123,13 +123,13 @@ def test_a_start_compares_the_model_and_its_head(
     found: list[ModelCheck] = []
 
     def compared(models: list[ModelCheck], steps: StepCheck) -> SimpleNamespace:
-        assert steps.loaded is model.loaded
+        assert (steps.loaded, steps.draft_model) == (model.loaded, draft.model)
         found.extend(models)
-        return SimpleNamespace(is_slow=True)
+        return SimpleNamespace(is_slow=True, has_passes=False)
 
     monkeypatch.setattr(comparing, "compare_models", compared)
     monkeypatch.setattr(model.device, "torch_device", torch.device("cuda"))
-    for_graphs = check_kernels(config, model.device, model.loaded, draft)
-    assert for_graphs == (option == "off")
+    found_out = check_kernels(config, model.device, model.loaded, draft)
+    assert found_out == (ComparedKernels() if option == "off" else ComparedKernels(False, False))
     assert [each.draft_model for each in found] == ([None, draft.model] if option == "on" else [])
     assert ("not compared (--kernel-checks off)" in caplog.text) == (option == "off")

@@ -84,8 +84,9 @@ def test_all_agree_and_the_next_start_compares_nothing(
     assert files | SEEN_OTHERWISE == own
 
 
-SEEN_OTHERWISE = {"sampling/sampling", "states/step", "rank_rows"}
-"""Its kernels are in two other files; models with recurrent layers, and ranks."""
+PASSES = {"slots/draft_passes", "slots/head_rows", "sampling/draft_vocabulary"}
+SEEN_OTHERWISE = {"sampling/sampling", "states/step", "rank_rows", *PASSES}
+"""Its kernels are in two other files; models with recurrent layers, ranks, and what drafts."""
 
 
 @pytest.mark.parametrize(

@@ -122,11 +122,12 @@ class GpuDevice:
 
     def _new_choices(self, config: ExecutorConfig, arch: int) -> KernelChecks:
         """Return what compares kernels, with what earlier starts on such a device have found."""
+        said = {"reports": config.kernel_checks != "on", "compares": config.kernel_checks != "off"}
         if self._interpreted:
-            return KernelChecks(self.torch_device, reports=config.kernel_checks != "on")
+            return KernelChecks(self.torch_device, **said)
         folder = use_kernel_cache(config.kernel_cache) / "checks"
         store = CheckStore(folder, about_device(self.torch_device, arch))
-        return KernelChecks(self.torch_device, store, reports=config.kernel_checks != "on")
+        return KernelChecks(self.torch_device, store, **said)
 
     @property
     def kernels(self) -> GpuStateKernels:

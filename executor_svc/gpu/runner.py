@@ -36,7 +36,7 @@ from executor_svc.gpu.launches.repeated import RepeatedParts
 from executor_svc.gpu.launches.watching import are_watched
 from executor_svc.gpu.skinny.decodes import ProbedDecodes
 from executor_svc.gpu.skinny.dependent_probe import probe_dependent
-from executor_svc.gpu.skinny.probe import probe_choices
+from executor_svc.gpu.skinny.probe import compare_fused, probe_choices
 from executor_svc.gpu.skinny.recording import EitherKernels
 from executor_svc.gpu.slots.device_slots import DeviceSlots, is_decode
 from executor_svc.gpu.slots.slot_adapters import StepAdapters
@@ -161,7 +161,7 @@ class GpuRunner:
     def _probe(self, kernels: Kernels, kv_layers: Sequence[Tensor]) -> None:
         """Let decodes be computed by fused layers where this GPU is faster so; before any graph is captured.
 
-        First what fused layers launch is decided, so that what is measured is what will run.
+        First what fused layers launch is decided, so that what is measured and compared is what will run.
         """
         if not isinstance(kernels, EitherKernels):
             return
@@ -176,6 +176,7 @@ class GpuRunner:
         )
         probe_dependent(kernels, decodes)
         probe_choices(kernels, decodes)
+        compare_fused(kernels, decodes)
 
     def use_adapters(self, used: bool) -> None:
         """Say whether the next step has adapters: those of its slots' places."""

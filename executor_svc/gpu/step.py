@@ -122,6 +122,8 @@ class GpuStepExecutor:
         head = None if isinstance(draft_model, Decoder) else draft_model
         states = () if head is None else head.state_layers
         self._runner = GpuRunner(loaded, device, pools, self.limits, slots, captures, follower, states)
+        if draft is not None:
+            draft.compare(device.kernels)
         return draft if head is None else GpuHead(head, device, pools, self.limits, slots, self._runner)
 
     def adapted(self) -> AbstractContextManager[None] | None:

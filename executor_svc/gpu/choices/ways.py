@@ -9,7 +9,7 @@ import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ _REPORT = "--kernel-checks report computes with it all the same"
 
 class KernelError(DeviceError):
     """No way to compute something gives right results on this GPU; the message names it."""
+
+
+class Agreement(Protocol):
+    """How a result is compared with what is expected."""
+
+    def reason_against(self, found: Tensor, expected: Tensor) -> str | None:
+        """Return how a result differs from what is expected, if it does; both of one shape, on any device."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class Tolerance:
         return cls(max(6 * eps, 2e-5), max(eps, 5e-6))
 
     def reason_against(self, found: Tensor, expected: Tensor) -> str | None:
-        """Return how a result differs from what is expected, if it does; both of one shape, on any device."""
+        """As in `Agreement`."""
         have, want = found.detach().double().cpu(), expected.double().cpu()
         if have.shape != want.shape:
             return f"has the shape {tuple(have.shape)}, not {tuple(want.shape)}"
@@ -89,7 +97,7 @@ class KernelCheck:
     """The preferred one first; the last should be an operation of PyTorch's, where there is one."""
     expected: Callable[[], Tensor]
     """Computes the right result, on any device, in float64 or float32."""
-    tolerance: Tolerance
+    tolerance: Agreement
     timed: bool = False
     """Whether the fastest of all that agree is used, on a GPU; else the first one."""
 
@@ -102,6 +110,8 @@ class KernelChecks:
     store: CheckStore = field(default_factory=lambda: CheckStore(None, {}))
     reports: bool = False
     """Whether what is off is computed all the same, and only reported; what does not run is never used."""
+    compares: bool = True
+    """Whether what is used anyway is compared; what an option has the start choose is, in any case."""
     fallen: list[str] = field(default_factory=list)
     """What is not computed in its preferred way: a line each, which says why."""
     num_compared: int = 0
@@ -160,7 +170,7 @@ class KernelChecks:
         self.kept.append(f"{check.name}: {_joined(reasons)}")
         return way
 
-    def reason_against(self, name: str, way: Way, expected: Tensor, tolerance: Tolerance) -> str | None:
+    def reason_against(self, name: str, way: Way, expected: Tensor, tolerance: Agreement) -> str | None:
         """Try a way; return why it cannot be used, or None.
 
         Raises KernelError if the device is lost: then the next start does not try this way.

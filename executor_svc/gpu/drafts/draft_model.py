@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from executor_svc.device.interface import Device
+from executor_svc.device.kernels import Kernels
 from executor_svc.device.kv_cache import KVCache
 from executor_svc.gpu.drafts.drafting import Layout
 from executor_svc.gpu.kernels.attention.plan import GpuAttentionPlan
 from executor_svc.gpu.kernels.slots.draft_passes import FIRST_TOKENS
 from executor_svc.gpu.kernels.slots.slots import StepSizes
+from executor_svc.gpu.skinny.decodes import ProbedDecodes
+from executor_svc.gpu.skinny.probe import compare_fused
+from executor_svc.gpu.skinny.recording import EitherKernels
 from executor_svc.gpu.slots.device_slots import DeviceSlots, is_decode
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.recorded import RecordedModel
@@ -38,8 +42,6 @@ class GpuDraftModel:
         self._model, self._slots = model, slots
         self._lacks = False
         """Whether the last step's passes have left tokens that the next step's first pass computes."""
-        for layer in kv_cache.draft_layers:
-            layer.view(torch.uint8).zero_()
         inputs = slots.inputs(slots.buffers.most)
         self._recorded = RecordedModel(
             model, device.kernels, kv_cache, limits, inputs.token_ids, inputs.positions, inputs.logits_rows,
@@ -48,6 +50,29 @@ class GpuDraftModel:
         self._plans = [plan for plan in self._recorded.plans if isinstance(plan, GpuAttentionPlan)]
         for plan in self._plans:
             plan.read_from(slots.buffers)
+        self._layers = kv_cache.draft_layers
+        self._clear()
+
+    def _clear(self) -> None:
+        for layer in self._layers:
+            layer.view(torch.uint8).zero_()
+
+    @torch.inference_mode()
+    def compare(self, kernels: Kernels) -> None:
+        """Compare the fused layers of its decodes, if it has some; once its target has decided how they are launched.
+
+        Raises KernelError.
+        """
+        if isinstance(kernels, EitherKernels):
+            limits, slots = self._slots.limits, self._slots
+            compare_fused(kernels, ProbedDecodes(
+                self._recorded.hidden, lambda count: slots.inputs(StepSizes.decode(count)), self._run_decode,
+                self._layers, min(limits.max_num_seqs, slots.buffers.most.num_tokens), limits.max_model_len,
+            ))  # fmt: skip
+            self._clear()
+
+    def _run_decode(self, num_seqs: int) -> None:
+        self.run(StepSizes(num_seqs, num_seqs, 0, 0), 1, self._slots.limits.max_model_len)
 
     def run(self, sizes: StepSizes, max_query_len: int, max_seq_len: int) -> tuple[Tensor, Tensor]:
         """Enqueue keys, values and hidden states of what is in the step tensors, and its logits if sizes has some.

@@ -57,16 +57,39 @@ class ProbedDecodes:
     def _sizes(self) -> list[int]:
         return [size for size in PROBED if size <= min(ROWS, self.max_num_seqs)]
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return int(self.kv_layers[0].shape[3])
+
+    def length_of(self, rows: int) -> int:
+        """Return the tokens of each sequence of a decode of so many; 0 if there are too few blocks."""
+        return min(self._blocks_of(rows) * self.block_size, self.max_model_len)
+
+    def _blocks_of(self, rows: int) -> int:
+        """Return the blocks of each block table."""
+        tables = self._tables_of(rows)
+        return min(len(self.kv_layers[0]) // (rows * tables.shape[1]), tables.shape[2], -(-_CONTEXT // self.block_size))
+
+    def _tables_of(self, rows: int) -> Tensor:
+        """Return [rows, tables, max blocks]: the block tables of a decode."""
+        found = self.inputs_of(rows).block_tables
+        return found.view(rows, -1, found.shape[-1])
+
+    def new_keys(self, rows: int) -> list[Tensor]:
+        """Return [rows, columns] of each layer: keys and values of the tokens that a decode computes, by all tables."""
+        slots = self.inputs_of(rows).slot_mapping
+        at = slots.view(-1, slots.shape[-1])[:, :rows].t()
+        blocks, places = at // self.block_size, at % self.block_size
+        return [layer[blocks, :, :, places].reshape(rows, -1) for layer in self.kv_layers]
+
     def fill(self, rows: int, variant: int = 0) -> bool:
         """Set a decode of sequences with random keys and values in blocks of their own; False if there are too few.
 
         variant: from 0; each has other tokens, keys and values.
         """
-        inputs = self.inputs_of(rows)
-        num_blocks, _, _, block_size, _ = self.kv_layers[0].shape
-        tables = inputs.block_tables.view(rows, -1, inputs.block_tables.shape[-1])
-        each = min(num_blocks // (rows * tables.shape[1]), tables.shape[2], -(-_CONTEXT // block_size))
-        length = min(each * block_size, self.max_model_len)
+        inputs, block_size, tables = self.inputs_of(rows), self.block_size, self._tables_of(rows)
+        each, length = self._blocks_of(rows), self.length_of(rows)
         if length < 1:
             return False
         generator = torch.Generator(self.kv_layers[0].device).manual_seed(rows + ROWS * variant)

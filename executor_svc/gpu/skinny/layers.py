@@ -6,6 +6,7 @@ residual. See decision 0078.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -85,6 +86,7 @@ class SkinnyLayers:
             self._layers.append(_Layer(parts, qkv, output, gate_up, down, before, between, after))
         products = [each for layer in self._layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         most_sums = max(each.plan.sums_size(each.gated) for each in products)
+        self._what = _text_of(layers)
         self._scratch = SkinnyScratch.of(most_sums, max(each.plan.num_tiles for each in products), device)
 
     def _product(self, linear: Linear, gated: bool = False) -> _SkinnyLinear:
@@ -164,11 +166,24 @@ class SkinnyLayers:
         def fits(n: int) -> bool:
             return n <= ROWS and all(isinstance(plan, GpuAttentionPlan) and _takes(plan) for plan in plans)
 
-        return self._kernels.either(residual, fits, fused, apart)
+        return self._kernels.either(residual, fits, fused, apart, self._what)
 
 
 def _takes(plan: GpuAttentionPlan) -> bool:
     return may_attend_new(plan.shape, plan.num_seqs, plan.max_query_len, plan.num_sms)
+
+
+def _text_of(layers: Sequence[FusableLayer]) -> str:
+    """Return all that kernels of these layers depend on, beside the rows and the cache, as text."""
+    parts = []
+    for layer in layers:
+        linears = [_plain(each) for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        shapes = [None if each is None else (each.weight.shape, each.bias is None) for each in linears]
+        norms = None if layer.head_norms is None else layer.head_norms.eps
+        parts.append((shapes, layer.shape, layer.eps, norms, layer.activation, layer.residual_scale))
+    norm = layers[0].attention_norm
+    digest = hashlib.sha256(repr((norm.dtype, parts)).encode()).hexdigest()[:16]
+    return f"{len(layers)} of {len(norm)} numbers in {str(norm.dtype).removeprefix('torch.')}, {digest}"
 
 
 def _plain(linear: Linear) -> PlainLinear | None:

@@ -22,7 +22,7 @@ Pdl = Literal["off", "auto"]
 
 
 PROBED = (1, 2, 4, 8, 16)
-"""Rows of the steps that a start measures; others count as the next of these."""
+"""Rows of the steps that a start compares, and measures; others count as the next of these."""
 
 
 class Either:
@@ -35,12 +35,13 @@ class Either:
         fused: Sequence[Operation],
         apart: Sequence[Operation],
         sizes: Collection[int],
+        what: str,
     ) -> None:
         """fits: whether the fused ones can compute a step of n rows, whose sizes the plans hold.
 
-        sizes: those of `PROBED` that they do compute.
+        sizes: those of `PROBED` that they do compute. what: all that their kernels depend on, as text.
         """
-        self.result, self.sizes = result, sizes
+        self.result, self.sizes, self.what = result, sizes, what
         self._fits, self._fused, self._apart = fits, tuple(fused), tuple(apart)
 
     def __call__(self, n: int) -> None:
@@ -87,9 +88,17 @@ class EitherKernels(GpuStateKernels):
             self._only_apart = before
 
     def either(
-        self, result: Tensor, fits: Callable[[int], bool], fused: Callable[[], None], apart: Callable[[], Tensor]
+        self,
+        result: Tensor,
+        fits: Callable[[int], bool],
+        fused: Callable[[], None],
+        apart: Callable[[], Tensor],
+        what: str,
     ) -> Tensor:
-        """Run one of two ways, or record both; each leaves its result in the memory of `result`."""
+        """Run one of two ways, or record both; each leaves its result in the memory of `result`.
+
+        what: as of `Either`.
+        """
         if self._only_apart:
             _same(apart(), result)
             return result
@@ -100,7 +109,7 @@ class EitherKernels(GpuStateKernels):
                 _same(apart(), result)
             return result
         both = self._recorded(fused), self._recorded(lambda: _same(apart(), result))
-        choice = Either(result, fits, *both, PROBED if self.skinny_gemms == "on" else ())
+        choice = Either(result, fits, *both, PROBED if self.skinny_gemms == "on" else (), what)
         self.choices.add(choice)
         return self.run(result, choice)
 

@@ -105,11 +105,13 @@ def test_without_a_way_that_runs_there_is_no_start(mixture: Path, monkeypatch: p
         compare_models([model_check(loaded(mixture, quantization="none"), reports=True)])
 
 
-@pytest.mark.parametrize(("option", "reports"), [("on", False), ("report", True), ("off", True)])
-def test_the_option_is_the_devices(option: Any, reports: bool, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "reports", "compares"), [("on", False, True), ("report", True, True), ("off", True, False)]
+)
+def test_the_option_is_the_devices(option: Any, reports: bool, compares: bool, folder: Path) -> None:
     choices = loaded(folder, kernel_checks=option).device.choices  # type: ignore[attr-defined]
     assert isinstance(choices, KernelChecks)
-    assert choices.reports == reports
+    assert (choices.reports, choices.compares) == (reports, compares)
 
 
 @pytest.mark.parametrize("option", ["on", "off"])

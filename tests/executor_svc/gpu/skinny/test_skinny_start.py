@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from executor_svc.config import ExecutorConfig
 from executor_svc.gpu import runner as gpu_runner
+from executor_svc.gpu.choices.store import CheckStore
+from executor_svc.gpu.choices.ways import KernelError
 from executor_svc.gpu.device import GpuDevice
-from executor_svc.gpu.skinny import probe
-from executor_svc.gpu.skinny.recording import EitherKernels
+from executor_svc.gpu.skinny import layers, probe
+from executor_svc.gpu.skinny.recording import PROBED, EitherKernels
 from executor_svc.gpu.step import GpuStepExecutor
+from executor_svc.models.heads.draft import load_draft
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu import test_warm_up
+from tests.executor_svc.gpu.checks.checked import refused
 from tests.executor_svc.gpu.test_warm_up import Compiled, run, started
 from tests.helpers.executor.plans import scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
@@ -127,3 +133,83 @@ def test_where_they_are_not_used(options: dict[str, Any], tmp_path: Path) -> Non
     model = Model(made(tmp_path), device="cuda", **{"skinny_gemms": "on"} | options)
     Stepper(model)
     assert not kernels_of(model).choices
+
+
+def wrong_rows(product: Callable[..., None]) -> Callable[..., None]:
+    """Products of which those of four rows are off in one of them."""
+
+    def computed(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *others: Any, **named: Any) -> None:
+        product(x, weight, out, *others, **named)
+        if len(x) == 4:
+            out[-1] *= 1.2
+
+    return computed
+
+
+def without_keys(attend: Callable[..., None]) -> Callable[..., None]:
+    """Attention that writes the new keys and values of the first row alone, and attends to those of all."""
+
+    def attended(call: Any, new: Any, *others: Any, **named: Any) -> None:
+        cache = call.kv_layer.clone()
+        attend(call, new, *others, **named)
+        at = new.slots[1:] // cache.shape[3]
+        call.kv_layer[at] = cache[at]
+
+    return attended
+
+
+def on(folder: Path, monkeypatch: pytest.MonkeyPatch, kept: Path | None = None, **options: Any) -> EitherKernels:
+    """What a start with --skinny-gemms on computes with, as on a GPU; kept: where it finds what earlier ones did."""
+    monkeypatch.setattr(probe, "_is_here", lambda _: True)
+    model = Model(folder, device="cuda", skinny_gemms="on", block_size=8, num_gpu_blocks=64, **options)
+    kernels = kernels_of(model)
+    kernels.checks.store = CheckStore(kept, {"gpu": "none"})
+    Stepper(model, num_slots=4)
+    assert [choice.sizes for choice in kernels.choices] == [PROBED]
+    return kernels
+
+
+def test_what_is_on_is_compared_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = made(tmp_path / "model", num_hidden_layers=2)
+    caplog.set_level(logging.INFO)
+    for num_compared in (3, 0):
+        caplog.clear()
+        assert on(folder, monkeypatch, tmp_path).checks.num_compared == num_compared
+        assert "steps of 1, 2, 4 rows by fused layers agree with layers apart" in caplog.messages
+
+
+KEYS = "attention_of_new", without_keys, r"steps of 2 rows: .*: fused new keys and values of layer 0: a row is off"
+PRODUCT = "skinny_product", wrong_rows, r"steps of 4 rows: .*: fused hidden states: a row is off"
+NOTHING = "attention_of_new", lambda _: refused, r"steps of 1 rows: .*: fused RuntimeError: PassManager::run failed$"
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [KEYS, PRODUCT, NOTHING])
+def test_what_is_on_and_wrong_ends_the_start(
+    name: str, change: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, name, change(getattr(layers, name)))
+    with pytest.raises(KernelError, match=rf"^--skinny-gemms on: fused layers \(1 of 48 numbers .* {message}"):
+        on(made(tmp_path), monkeypatch)
+
+
+def test_the_operator_has_the_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = made(tmp_path)
+    monkeypatch.setattr(layers, "skinny_product", wrong_rows(layers.skinny_product))
+    (line,) = on(folder, monkeypatch, kernel_checks="report").checks.kept
+    assert line.startswith("--skinny-gemms on: fused layers (")
+    assert f"NOT RIGHT on this GPU, and computed all the same (--kernel-checks report): {line}" in caplog.messages
+    assert on(folder, monkeypatch, kernel_checks="off").checks.num_compared == 0
+
+
+def test_a_draft_model_is_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_is_here", lambda _: True)
+    model = Model(made(tmp_path / "model"), device="cuda", skinny_gemms="on", block_size=8, num_gpu_blocks=64)
+    other = made(tmp_path / "draft", intermediate_size=64)
+    draft = load_draft(str(other), ExecutorConfig(**model.options), model.device, model.loaded)
+    stepper = Stepper(model, num_slots=2, max_drafts=3, draft=draft)
+    assert kernels_of(model).checks.num_compared == 2 * 2, "1 and 2 rows"
+    assert not any(bool(layer.any()) for layer in stepper.pools.draft_layers)

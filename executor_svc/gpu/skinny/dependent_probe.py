@@ -81,9 +81,9 @@ def _compared(kernels: EitherKernels, decodes: ProbedDecodes, measure: Measure, 
 
 
 def _bits(decodes: ProbedDecodes, rows: int, variant: int, run: Replay) -> Tensor:
-    """Return the bits of a step's hidden states; its new keys and values are not cached before it runs."""
+    """Return the bits of hidden states and of new keys and values of a step, none of which are there before it."""
     decodes.fill(rows, variant)
     hidden = decodes.hidden[:rows]
     hidden.fill_(float("nan"))
     run()
-    return hidden.view(torch.uint8).clone()
+    return torch.cat([hidden, *decodes.new_keys(rows)], 1).view(torch.uint8)

@@ -25,6 +25,8 @@ from executor_svc.worker.worker import Executor
 
 _LENGTH = 2
 """Tokens of the sequences in steps of each kind: together with the sampled tokens they fit into one block."""
+_DRAFTED = 4
+"""Tokens that a sequence may get in the two steps with a draft each."""
 _EVERYTHING = in_warm_up()
 _DRAWN = in_warm_up(Need.SEARCH, Need.NOTHING)
 _NUCLEUS = replace(in_warm_up(Need.FLOOR, Need.NOTHING), temperature=1e3, top_k=0, top_p=0.999)
@@ -144,8 +146,9 @@ def _each_kind(limits: Limits) -> Iterator[StepPlan]:
     split = (least + 2 for least in (SEGMENTS.least_keys, SEGMENT_KEYS))
     for length in dict.fromkeys((_LENGTH, *(min(length, limits.max_model_len) for length in split))):
         yield _one_token(length, limits)
-        if limits.max_drafts:
-            yield _one_draft(length, limits)
+        drafted = min(length, limits.max_model_len - _DRAFTED)
+        if limits.max_drafts and drafted >= _LENGTH:
+            yield _one_draft(drafted, limits)
             # A head has drafts from a sequence's second step on.
             yield StepPlan(2, epoch=1, decode_ready=True, max_drafts=1)
 

@@ -28,6 +28,7 @@ from executor_svc.models.loading import load_model
 from executor_svc.plan.description import limits_of
 from executor_svc.startup.adapters import adapter_sizes, make_adapters, with_adapters
 from executor_svc.startup.executors import make_executor, run_trial
+from executor_svc.startup.gpu_report import LEAST_LENGTH
 from executor_svc.startup.speculation import (
     check_speculation,
     load_speculative_model,
@@ -56,11 +57,12 @@ def compile_ahead(config: ExecutorConfig, arch: int) -> None:
         draft = load_speculative_model(config, device, loaded)
         adapters = make_adapters(config, device, loaded)
         layers = None if draft is None else draft.layers
+        is_long = loaded.geometry.max_model_len >= LEAST_LENGTH
         with device.kernels.passing():
             steps = ModelSteps.of(loaded, device, config, layers)
-            for _, chunks in steps.steps():
+            for _, chunks in steps.steps() if is_long else ():
                 steps.run(steps.fill(chunks))
-        if config.kernel_checks != "off":
+        if config.kernel_checks != "off" and is_long:
             check = StepCheck(loaded, device, config, device.choices, layers, model_on_gpu(draft, device))
             check.launch(Fallbacks(device.kernels, device.choices))
         run_trial(loaded, device, config, draft)

@@ -20,6 +20,8 @@ from executor_svc.startup.speculation import Draft, model_on_gpu
 
 _log = logging.getLogger(__name__)
 _GIB = 1 << 30
+LEAST_LENGTH = 16
+"""The least max_model_len of a model that is compared: tokens of the shortest sequences, with what follows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,12 @@ def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, d
     """
     if device.torch_device.type != "cuda" or not loaded.recordable:
         return ComparedKernels()
-    if config.kernel_checks == "off":
-        _log.warning("kernels: not compared (--kernel-checks off); wrong ones would give wrong tokens")
+    length = loaded.geometry.max_model_len
+    if config.kernel_checks == "off" or length < LEAST_LENGTH:
+        why = (
+            "--kernel-checks off" if length >= LEAST_LENGTH else f"max_model_len is {length}, {LEAST_LENGTH} are needed"
+        )
+        _log.warning("kernels: not compared (%s); wrong ones would give wrong tokens", why)
         return ComparedKernels()
     from executor_svc.gpu.checks.model_check import ModelCheck, compare_models
     from executor_svc.gpu.checks.steps.step_check import StepCheck

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
@@ -15,6 +17,7 @@ from triton.runtime.jit import JITFunction
 from cadenza_common.plan.plan import StateSaves, StepPlan
 from cadenza_common.plan.result import StepResult, StepStatus
 from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.batch.slots import Slots
 from executor_svc.config import ExecutorConfig
 from executor_svc.gpu import runner as gpu_runner
 from executor_svc.gpu.graphs import DirectReplayer
@@ -304,6 +307,35 @@ def test_the_largest_steps_have_logits_for_every_tile_of_rows() -> None:
     rows = [*(rows for rows in TILE_ROWS if rows < 40), 40]
     assert len(rows) > 2
     assert sampled == {1, *rows}
+
+
+class AppliedPlans(NotedPlans):
+    """An executor that applies plans to slots alone, and takes as many drafts as plans allow."""
+
+    def __init__(self, max_model_len: int) -> None:
+        super().__init__()
+        self.limits = replace(NotedPlans.limits, max_model_len=max_model_len, max_logprobs=5, max_drafts=1)
+        self.slots = Slots(self.limits)
+
+    def launch(self, step: StepPlan, received_ns: int) -> NotedPlans:
+        work = self.slots.schedule(self.slots.apply(step))
+        num_rows = len(work.rows.slots)
+        self.slots.commit(work, np.zeros(num_rows, np.int64), np.ones(num_rows, np.bool_))
+        if step.max_drafts:
+            self.slots.num_tokens[work.slots] += 1
+            self.slots.num_computed_tokens[work.slots] += 1
+        return super().launch(step, received_ns)
+
+    def clear(self) -> None:
+        self.slots.clear()
+
+
+@pytest.mark.parametrize("max_model_len", [3, 5, 6, 7, 96, 2000])
+def test_steps_of_each_kind_fit_into_short_sequences(max_model_len: int) -> None:
+    executor = AppliedPlans(max_model_len)
+    run_steps(executor)  # type: ignore[arg-type]
+    drafted = sum(plan.max_drafts for plan in executor.plans)
+    assert (drafted > 0) == (max_model_len >= 6)
 
 
 @pytest.mark.long

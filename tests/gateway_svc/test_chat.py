@@ -205,6 +205,8 @@ async def test_a_streamed_response(w, g):
         ({"input": "a", "reasoning": {"effort": 5}}, "reasoning"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": "a", "store": 1}, "store"),
+        ({"input": "a", "truncation": "left"}, "truncation"),
+        ({"input": "a", "truncation": ["auto"]}, "truncation"),
         ({"input": "a", "metadata": {"a": 1}}, "metadata"),
         ({"input": "a", "stream": True, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"input": "a", "previous_response_id": "x"}, "previous_response_id"),

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway_svc.fields.constraints import output_constraint
-from gateway_svc.fields.field import check_kind, read_fields, wrong_value
+from gateway_svc.fields.field import check_kind, wrong_value
 from gateway_svc.fields.limits import MAX_METADATA, check_entries
+from gateway_svc.fields.reading import read_fields
 from gateway_svc.fields.sampling import answer_id, check_stream_options, require, sampling_params, unset_sampling
 from gateway_svc.fields.tables import INPUT_TOKENS, RESPONSES
 from gateway_svc.http.errors import bad_request

@@ -151,6 +151,21 @@ def _deflated(body):
     return maker.compress(body) + maker.flush()
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "the body is empty: it must be a JSON object"),
+        (b" \r\n", "the body is empty: it must be a JSON object"),
+        (b"'{messages:[]}'", "Expecting value: line 1 column 1 (char 0), at \"'{messages:[]}'\""),  # cmd.exe's curl
+        ('{"messages": [], \u201cn\u201d: 1}'.encode(), "(char 17), at '\\u201cn\\u201d: 1}'"),
+        (b'{"n": 1', "(char 7), at its end"),
+        (b'{"n": 1}{"n": 2}', "Extra data: line 1 column 9 (char 8), at '{\"n\": 2}'"),
+    ],
+)
+async def test_where_a_body_is_no_json_is_said(g, body, says):
+    assert (await g.post(CHAT, body, 400))["error"]["message"].endswith(says)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoding", "encode"),

@@ -9,7 +9,8 @@ _ELSEWHERE = {
     **dict.fromkeys(
         ("ctx_size", "n_ctx", "num_ctx", "context_length", "max_seq_len", "max_total_tokens"), "max_model_len"
     ),
-    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens", "max_output_tokens"), "max_tokens"),
+    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), "max_tokens"),
+    **dict.fromkeys(("max_output_tokens", "max_completion_tokens"), "max_tokens"),
     **dict.fromkeys(("parallel", "n_parallel", "np", "num_parallel", "max_running_requests"), "max_num_seqs"),
     **dict.fromkeys(("max_batch_prefill_tokens", "ubatch_size", "ub"), "max_num_batched_tokens"),
     **dict.fromkeys(("num_prompts", "request_count"), "num_requests"),
@@ -36,17 +37,19 @@ _ELSEWHERE = {
     "enable_log_requests": "log_requests",
     "max_tokens": "max_model_len",
     "quantize": "quantization",
+    "random_seed": "seed",
     "repeat_penalty": "repetition_penalty",
     "scheduling_policy": "order",
     "ssl_certfile": "http_tls_cert",
     "ssl_keyfile": "http_tls_key",
+    "stop_sequences": "stop",
     "swap_space": "num_cpu_blocks",
     "threads": "num_threads",
     "c": "max_model_len",
     "m": "model",
     "t": "num_threads",
 }
-"""Names in vLLM, SGLang, TGI, llama.cpp and ollama, and the name here of what does the same or comes nearest."""
+"""Names in vLLM, SGLang, TGI, llama.cpp, ollama and APIs, and the name here of what does the same or comes nearest."""
 _CHUNKED = "prompts are always computed in chunks (max_num_batched_tokens)"
 _CONSTRAINTS = "constraints are compiled by llguidance; no other is needed"
 _DOWNLOADS = "huggingface-hub's own variables hold: HF_TOKEN, HF_HOME, HF_ENDPOINT (docs/hub.md)"

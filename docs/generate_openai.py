@@ -192,8 +192,8 @@ What coding agents send beside the APIs' fields is read as they mean it.
 
 ## Fields
 
-`null` is as if absent. A field that is in no table is refused with 400, and the nearest name is suggested. "same" in
-the last column: vLLM 0.33 does the same.
+`null` is as if absent. A field that is in no table is refused with 400, and the nearest name, or the path that it is
+for, is named. "same" in the last column: vLLM 0.33 does the same.
 """
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from aiohttp import web
@@ -63,7 +64,7 @@ async def _answered(request: web.Request, handler: _Handler) -> web.StreamRespon
     state = request.app[STATE]
     try:
         await state.check_site(request)
-        if request.method == "OPTIONS":
+        if request.method == "OPTIONS" and "Origin" in request.headers:  # else no browser's question
             response: web.StreamResponse = state.cors.preflight(request)
         else:
             response = await handler(request)
@@ -76,8 +77,7 @@ async def _answered(request: web.Request, handler: _Handler) -> web.StreamRespon
     except web.HTTPRequestEntityTooLarge:
         response = error_response(request, too_large(state.config.max_body_bytes))
     except web.HTTPNotFound:
-        message = f"there is no {request.path[:200]}{_path_hint(request)}"
-        response = error_response(request, ApiError(404, message, code="unknown_path"))
+        response = _no_such_path(request)
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
         response = error_response(request, ApiError(405, f"{request.path[:200]} takes {allowed}"))
@@ -102,11 +102,22 @@ async def _served_name(state: State, request: web.Request) -> str:
         return ""
 
 
-def _path_hint(request: web.Request) -> str:
+def _no_such_path(request: web.Request) -> web.Response:
+    """The error of an unknown path; one with slashes too many at its end is sent to the path without, as in vLLM."""
+    given, known = request.path, {each.canonical for each in request.app.router.resources()}
+    message = f"there is no {given[:200]}{_path_hint(given, known)}"
+    response = error_response(request, ApiError(404, message, code="unknown_path"))
+    if (meant := given.rstrip("/")) in known:
+        query = request.rel_url.raw_query_string
+        response.set_status(307)
+        response.headers["Location"] = f"{meant}?{query}" if query else meant
+    return response
+
+
+def _path_hint(path: str, known: Collection[str]) -> str:
     """The end of a sentence about an unknown path: the one that it is with /v1 left out, or with more before it."""
-    given = request.path.rstrip("/")
-    known = sorted(each.canonical for each in request.app.router.resources())
-    near = [each for each in known if given and (each.endswith(given) or given.endswith(each)) and each != request.path]
+    given = re.sub("/+", "/", path).rstrip("/").lower()
+    near = [each for each in sorted(known) if given and (each.endswith(given) or given.endswith(each))]
     return f"; did you mean {' or '.join(near)}?" if near else "; /openapi.json has the paths that there are"
 
 

@@ -16,7 +16,8 @@ from cadenza_common.spelling import suggestion
 from gateway_svc.http.errors import ApiError, bad_request
 
 _MAX_SHOWN = 80
-_MAX_NAME = 64
+MAX_NAME = 64
+"""Characters of an unknown name that an error repeats."""
 
 
 class Use(Enum):
@@ -64,33 +65,6 @@ def by_name(*parts: Sequence[Field]) -> dict[str, Field]:
     return {field.name: field for part in parts for field in part}
 
 
-def read_fields(table: Mapping[str, Field], body: Mapping[str, Any]) -> dict[str, Any]:
-    """The honoured fields of a request that are given; null is as if absent, whatever the name.
-
-    Raises ApiError for unknown and refused fields, and for values of a wrong type.
-    """
-    values: dict[str, Any] = {}
-    for name, value in body.items():
-        field = table.get(name)
-        if field is None and value is None:
-            continue
-        if field is None:
-            known = [each.name for each in table.values() if each.use is not Use.REFUSED]
-            raise bad_request(
-                f"{shown(name)}: there is no such field{suggestion(name[:_MAX_NAME], known)}", name[:_MAX_NAME]
-            )
-        if value is None:
-            continue
-        if field.use is Use.REFUSED:
-            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in field.neutral):
-                raise bad_request(f"{name} is not supported: {field.ours}", name)
-            continue
-        check_kind(name, field.kind, value)
-        if field.use is Use.HONOURED:
-            values[name] = as_integers(value) if field.kind in _OF_INTEGERS else value
-    return values
-
-
 def as_integers(value: Any) -> Any:
     """A number, or a list of such, with 3 for 3.0, which is an integer too, as in JSON schemas; all else as it is."""
     if isinstance(value, list):
@@ -102,8 +76,8 @@ def check_keys(where: str, value: Mapping[str, Any], known: Sequence[str], param
     """Raise ApiError for keys of an object within a field that are not known; null is as if absent."""
     for name, inner in value.items():
         if name not in known and inner is not None:
-            hint = suggestion(name[:_MAX_NAME], known)
-            raise bad_request(f"{where}.{name[:_MAX_NAME]!a}: there is no such field{hint}", param)
+            hint = suggestion(name[:MAX_NAME], known)
+            raise bad_request(f"{where}.{name[:MAX_NAME]!a}: there is no such field{hint}", param)
 
 
 def check_kind(name: str, kind: str, value: Any, param: str | None = None) -> None:
@@ -145,7 +119,8 @@ def _is_record(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
-_OF_INTEGERS = ("an integer", "a list of integers")
+OF_INTEGERS = ("an integer", "a list of integers")
+"""Kinds whose numbers may be written 3.0."""
 KINDS: Mapping[str, Callable[[Any], bool]] = {
     "any": lambda value: True,
     "a string": lambda value: isinstance(value, str),

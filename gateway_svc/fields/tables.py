@@ -202,7 +202,7 @@ RESPONSES = by_name(
         refused("max_tool_calls", "no tools are called here", "honoured"),
         honoured("text", "an object", "format: text, json_object, json_schema; no verbosity but medium"),
         honoured("reasoning", "an object", "effort, as reasoning_effort of chats; thoughts are items, without summary"),
-        refused("truncation", "a prompt that is too long is refused", "honoured", ("disabled",)),
+        honoured("truncation", "a string", "auto: of a prompt that is too long the last tokens are kept; or disabled"),
         honoured("priority", "an integer", "smaller goes first under --order priority"),
         honoured("request_id", "a string", "in the id of the answer"),
         honoured("cache_salt", "a string", "only requests with the same salt share cached prefixes"),
@@ -289,10 +289,13 @@ INPUT_TOKENS = by_name(
         RESPONSES[name]
         for name in (
             "model input instructions tools tool_choice parallel_tool_calls reasoning chat_template_kwargs "
-            "conversation previous_response_id truncation"
+            "conversation previous_response_id"
         ).split()
     ),
-    (accepted("text", "an object", "it is no part of the prompt"),),
+    (
+        accepted("text", "an object", "it is no part of the prompt"),
+        accepted("truncation", "a string", "the whole prompt is counted"),
+    ),
 )
 
 TOKENIZE = by_name(
@@ -344,6 +347,7 @@ RENAMED = {
         "messages": "input",
         "logprobs": "top_logprobs",
         "max_tokens": "max_output_tokens",
+        "truncate_prompt_tokens": "truncation",
         "grammar": "text",
     },
     "/v1/responses/input_tokens": {"prompt": "input", "messages": "input"},

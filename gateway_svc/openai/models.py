@@ -10,7 +10,7 @@ from aiohttp import web
 
 from cadenza.errors import FailedPreconditionError, PermissionDeniedError, UnsupportedError
 from cadenza.info import ModelInfo
-from gateway_svc.fields.field import read_fields
+from gateway_svc.fields.reading import read_fields
 from gateway_svc.fields.sampling import require, utf8
 from gateway_svc.fields.tables import LOAD_ADAPTER, UNLOAD_ADAPTER
 from gateway_svc.http.errors import ApiError

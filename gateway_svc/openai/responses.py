@@ -95,7 +95,7 @@ class _Response:
             "tools": given.use.objects(),
             "top_logprobs": given.num_top or 0,
             "top_p": given.params.top_p,
-            "truncation": "disabled",
+            "truncation": given.truncation,
             "usage": None,
             "user": given.user,
             "safety_identifier": given.safety_identifier,

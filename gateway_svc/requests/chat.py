@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway_svc.fields.constraints import output_constraint
-from gateway_svc.fields.field import read_fields, wrong_value
+from gateway_svc.fields.field import wrong_value
+from gateway_svc.fields.reading import read_fields
 from gateway_svc.fields.sampling import (
     answer_id,
     number_of_choices,

@@ -9,8 +9,9 @@ from typing import Any
 from cadenza.prompts import Prompt, parse_prompts
 from cadenza_common.wire.transport import MAX_REQUEST_BYTES
 from gateway_svc.fields.constraints import output_constraint
-from gateway_svc.fields.field import as_integers, read_fields, wrong_value
+from gateway_svc.fields.field import as_integers, wrong_value
 from gateway_svc.fields.limits import MAX_PROMPT_TOKENS
+from gateway_svc.fields.reading import read_fields
 from gateway_svc.fields.sampling import (
     answer_id,
     number_of_choices,

@@ -9,8 +9,9 @@ from typing import Any
 
 from cadenza.prompts import Prompt
 from gateway_svc.fields.constraints import output_constraint
-from gateway_svc.fields.field import check_keys, read_fields, shown
+from gateway_svc.fields.field import check_keys, shown
 from gateway_svc.fields.limits import MAX_TURNS, check_entries
+from gateway_svc.fields.reading import read_fields
 from gateway_svc.fields.sampling import require, sampling_params, unset_sampling
 from gateway_svc.fields.tables import COUNT_TOKENS, MESSAGES
 from gateway_svc.http.errors import ApiError, bad_request

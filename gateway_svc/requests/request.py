@@ -87,6 +87,7 @@ class ResponsesRequest(GatewayRequest):
     prompt_cache_key: str | None
     reasoning: Mapping[str, str | None]
     """effort, summary and generate_summary, as far as they were given."""
+    truncation: str
     text_format: TextFormat
     user: str | None
     safety_identifier: str | None

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway_svc.fields.constraints import output_constraint
-from gateway_svc.fields.field import check_kind, read_fields, wrong_value
+from gateway_svc.fields.field import check_kind, wrong_value
 from gateway_svc.fields.limits import MAX_METADATA, check_entries
+from gateway_svc.fields.reading import read_fields
 from gateway_svc.fields.sampling import answer_id, check_stream_options, require, sampling_params, unset_sampling
 from gateway_svc.fields.tables import INPUT_TOKENS, RESPONSES
 from gateway_svc.http.errors import bad_request
@@ -19,6 +20,8 @@ from gateway_svc.requests.tools import response_tools
 _LOGPROBS = "message.output_text.logprobs"
 _THOUGHTS = "reasoning.encrypted_content"
 _RENAMED = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+_KEPT = {"disabled": None, "auto": -1}
+"""truncate_prompt_tokens by truncation, as in vLLM."""
 
 
 def read_response(body: Mapping[str, Any]) -> ResponsesRequest:
@@ -29,12 +32,22 @@ def read_response(body: Mapping[str, Any]) -> ResponsesRequest:
     check_stream_options(values)
     reasoning, include = values.get("reasoning", {}), values.get("include", [])
     _check_reasoning(reasoning)
+    truncation = values.get("truncation", "disabled")
+    if truncation not in _KEPT:
+        raise wrong_value("truncation", "must be auto or disabled", truncation)
     use = response_tools(values)
     prompt = response_prompt(values, use)
     num_top = _num_top(include, values.get("top_logprobs"))
     max_tokens, constraint = values.get("max_output_tokens"), output_constraint(values)
     return ResponsesRequest(
-        params=sampling_params(values, _RENAMED, constraint, max_tokens=max_tokens, logprobs=num_top),
+        params=sampling_params(
+            values,
+            _RENAMED,
+            constraint,
+            max_tokens=max_tokens,
+            logprobs=num_top,
+            truncate_prompt_tokens=_KEPT[truncation],
+        ),
         unset=unset_sampling(values, max_tokens),
         id=answer_id(values, "resp", uuid.uuid4().hex),
         model=values.get("model"),
@@ -50,6 +63,7 @@ def read_response(body: Mapping[str, Any]) -> ResponsesRequest:
         parallel_tool_calls=values.get("parallel_tool_calls", True),
         prompt_cache_key=values.get("prompt_cache_key"),
         reasoning=reasoning,
+        truncation=truncation,
         text_format=_text_format(values.get("text", {}).get("format") or {"type": "text"}),
         user=values.get("user"),
         safety_identifier=values.get("safety_identifier"),

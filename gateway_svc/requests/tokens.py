@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cadenza.prompts import MAX_TOKEN_ID, Prompt
-from gateway_svc.fields.field import read_fields
 from gateway_svc.fields.limits import MAX_PROMPT_TOKENS, check_entries
+from gateway_svc.fields.reading import read_fields
 from gateway_svc.fields.sampling import require, utf8
 from gateway_svc.fields.tables import DETOKENIZE, TOKENIZE
 from gateway_svc.http.errors import bad_request

@@ -205,6 +205,8 @@ async def test_a_streamed_response(w, g):
         ({"input": "a", "reasoning": {"effort": 5}}, "reasoning"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": "a", "store": 1}, "store"),
+        ({"input": "a", "truncation": "left"}, "truncation"),
+        ({"input": "a", "truncation": ["auto"]}, "truncation"),
         ({"input": "a", "metadata": {"a": 1}}, "metadata"),
         ({"input": "a", "stream": True, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"input": "a", "previous_response_id": "x"}, "previous_response_id"),
@@ -219,3 +221,15 @@ async def test_a_streamed_response(w, g):
 )
 async def test_what_is_wrong_with_a_response_is_named(shared_gateway, body, param):
     assert (await shared_gateway.post("/v1/responses", body, 400))["error"]["param"] == param
+
+
+async def test_a_response_keeps_the_end_of_a_prompt_over_the_models_length_if_it_may(g):
+    asked = {"input": "a" * 300, "truncation": "auto", "max_output_tokens": 2}
+    answer = await g.post("/v1/responses", asked)
+    assert (answer["truncation"], answer["usage"]["input_tokens"]) == ("auto", 254)
+    rest = {"input": "Hello", "seed": 1}
+    short, same = [await g.post("/v1/responses", {**rest, "truncation": each}) for each in ("auto", "disabled")]
+    assert short["usage"] == same["usage"]
+    assert (await g.post("/v1/responses", {**asked, "max_output_tokens": 256}, 400))["error"]["param"] == "truncation"
+    counted = await g.post("/v1/responses/input_tokens", {"input": "a" * 300, "truncation": "auto"})
+    assert counted["input_tokens"] > 300

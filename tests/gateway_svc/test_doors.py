@@ -107,13 +107,25 @@ async def test_metrics_are_the_gateways_and_the_schedulers(w, g):
         ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
         ("/openai/v1/models/", "did you mean /v1/models?"),
         ("/v1/tokenize", "did you mean /tokenize?"),
-        ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),
+        ("/v1//chat/completions", "did you mean /v1/chat/completions?"),
+        ("/V1/Models", "did you mean /v1/models?"),
         ("/completion", "/openapi.json has the paths that there are"),
         ("/", "/openapi.json has the paths that there are"),
     ],
 )
 async def test_an_unknown_path_is_answered_with_the_one_that_is_meant(g, path, hint):
     assert (await g.post(path, {}, 404))["error"]["message"] == f"there is no {path}; {hint}"
+
+
+async def test_a_path_with_a_slash_too_many_is_sent_to_the_one_without(g):
+    assert (await g.post("/v1/chat/completions/?a=b%20c", HELLO))["object"] == "chat.completion"
+    asked = g.http.post("/v1/chat/completions/?a=b%20c", json=HELLO, allow_redirects=False)
+    async with asked as response:
+        assert (response.status, response.headers["Location"]) == (307, "/v1/chat/completions?a=b%20c")
+        assert "did you mean /v1/chat/completions?" in (await response.json())["error"]["message"]
+    for path in ("/", "/v1/", "/v1/nothing/"):
+        async with g.http.get(path, allow_redirects=False) as response:
+            assert (response.status, response.headers.get("Location")) == (404, None), path
 
 
 async def test_unknown_paths_and_methods_have_the_apis_errors(g):
@@ -323,6 +335,8 @@ async def test_browsers_may_call_only_from_given_origins(w, g):
     async with g.http.options(CHAT, headers=asked) as response:
         assert response.status == 403
         assert "Access-Control-Allow-Origin" not in response.headers
+    async with g.http.options(CHAT) as response:  # no browser's question: there is no page
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
     async with gateway(w.target, http_cors_origin=["https://a.example"]) as open_one:
         asked["Access-Control-Request-Headers"] = "authorization"
         async with open_one.http.options(CHAT, headers=asked) as response:

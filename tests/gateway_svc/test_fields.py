@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gateway_svc.fields.constraints import output_constraint
-from gateway_svc.fields.field import KINDS, Use, read_fields
+from gateway_svc.fields.field import KINDS, Use
+from gateway_svc.fields.reading import read_fields
 from gateway_svc.fields.sampling import MAX_CHOICES, check_stream_options, sampling_params
 from gateway_svc.fields.tables import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from gateway_svc.http.errors import ApiError
@@ -86,6 +87,23 @@ def test_every_field_is_honoured_accepted_or_refused_by_its_name(path):
 def test_a_misspelled_field_is_refused_with_what_was_meant():
     with pytest.raises(ApiError, match="temperature"):
         read_fields(CHAT, {"temprature": 1})
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "hint"),
+    [
+        ("/v1/chat/completions", "prompt", "; it is for /v1/completions"),
+        ("/v1/completions", "messages", "; it is for /v1/chat/completions"),
+        ("/v1/chat/completions", "input", "; it is for /v1/responses"),
+        ("/v1/chat/completions", "random_seed", "; here it is seed"),
+        ("/v1/completions", "max_completion_tokens", "; here it is max_tokens"),
+        ("/v1/chat/completions", "no such name at all", ""),
+    ],
+)
+def test_an_unknown_field_is_answered_with_what_is_meant(path, name, hint):
+    with pytest.raises(ApiError) as refused:
+        read_fields(APIS[path], {name: "x"})
+    assert refused.value.message == f"'{name}': there is no such field{hint}"
 
 
 def test_a_refused_value_is_not_mistaken_for_an_equal_one():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jsonschema
 import pytest
 
-from gateway_svc.fields.field import KINDS, Use, read_fields
+from gateway_svc.fields.field import KINDS, Use
+from gateway_svc.fields.reading import read_fields
 from gateway_svc.fields.tables import APIS, REQUIRED
 from gateway_svc.http.errors import ApiError
 from gateway_svc.openapi import KIND_SCHEMAS, body_schema

@@ -172,3 +172,18 @@ async def test_a_field_that_is_too_large_is_named(g, path):
         {"prompt": "x " * 900_000} if path == "/v1/completions" else {"messages": [{**USER, "content": "x " * 900_000}]}
     )
     assert "the prompt has" in (await g.post(path, BODIES[path] | long, 413))["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "the body is empty: it must be a JSON object"),
+        (b" \r\n", "the body is empty: it must be a JSON object"),
+        (b"'{messages:[]}'", "Expecting value: line 1 column 1 (char 0), at \"'{messages:[]}'\""),  # cmd.exe's curl
+        ('{"messages": [], \u201cn\u201d: 1}'.encode(), "(char 17), at '\\u201cn\\u201d: 1}'"),
+        (b'{"n": 1', "(char 7), at its end"),
+        (b'{"n": 1}{"n": 2}', "Extra data: line 1 column 9 (char 8), at '{\"n\": 2}'"),
+    ],
+)
+async def test_where_a_body_is_no_json_is_said(g, body, says):
+    assert (await g.post("/v1/chat/completions", body, 400))["error"]["message"].endswith(says)

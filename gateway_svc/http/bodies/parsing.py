@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 from gateway_svc.http.errors import bad_request
 
 T = TypeVar("T")
+_MAX_SHOWN = 16
 
 
 def read_object(read: Callable[[Mapping[str, Any]], T], raw: bytes | bytearray) -> T:
@@ -26,7 +27,13 @@ def _parse(raw: bytes | bytearray) -> Any:
         raise bad_request("the body is no UTF-8") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply") from None
-    except ValueError as error:  # as JSONDecodeError, and an integer of over 4,300 digits
+    except json.JSONDecodeError as error:
+        if not error.doc.strip():
+            raise bad_request("the body is empty: it must be a JSON object") from None
+        found = error.doc[error.pos : error.pos + _MAX_SHOWN]
+        place = ascii(found) if found else "its end"
+        raise bad_request(f"the body is no JSON: {error}, at {place}") from None
+    except ValueError as error:  # as an integer of over 4,300 digits
         raise bad_request(f"the body is no JSON: {error}"[:300]) from None
 
 

@@ -164,6 +164,16 @@ NEWER: dict[str, dict[str, Any]] = {
 """The same for families that have parts which those before lack."""
 
 HOSTED: dict[str, dict[str, Any]] = {
+    "afmoe": {
+        **SANDWICHED,
+        "head_dim": 12,
+        "global_attn_every_n_layers": 2,
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+    },
     "codegen": {"rotary_dim": 6, "n_positions": 512, "n_embd": 40, "n_head": 4, "n_layer": 2, "n_inner": 72},
     "gpt_neo": {
         "num_layers": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig, Rounding
 from executor_svc.models.specs.spec import DecoderSpec, LayerSpec
 
+Reader = Callable[[dict[str, Any]], DecoderSpec]
 RopeReader = Callable[[Fields, int, int], RopeConfig]
 
 _SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
@@ -70,6 +72,19 @@ def read_common(
         activation=_activation(fields, *activation),
         tied=fields.flag("tie_word_embeddings", tied),
     )
+
+
+def absent(**defaults: Any) -> Callable[[Reader], Reader]:
+    """Let a reader take these values, transformers' own, for fields that config.json does not have; null is one."""
+
+    def decorate(read: Reader) -> Reader:
+        @functools.wraps(read)
+        def with_defaults(config: dict[str, Any]) -> DecoderSpec:
+            return read(defaults | config)
+
+        return with_defaults
+
+    return decorate
 
 
 def uniform_rope(

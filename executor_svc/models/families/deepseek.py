@@ -25,6 +25,7 @@ from executor_svc.models.specs.latent_spec import LatentSpec
 from executor_svc.models.specs.spec import DecoderSpec, ExpertsSpec
 
 _V2: dict[str, Any] = {
+    "n_routed_experts": 64,
     "num_experts_per_tok": 6,
     "first_k_dense_replace": 0,
     "n_shared_experts": 2,

@@ -21,12 +21,14 @@ def without_experts(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in (*COUNTS, *CHOSEN)}
 
 
-def read_router(fields: Fields, *, grouped: bool = False, **rules: Any) -> Router:
+def read_router(fields: Fields, *, grouped: bool = False, usual: tuple[int, int] | None = None, **rules: Any) -> Router:
     """Return how rows choose experts; rules: as of `Router`, beside the counts and groups.
 
-    grouped: whether the family has groups; fields of others about them say nothing.
+    grouped: whether the family has groups; fields of others about them say nothing. usual: transformers' numbers of
+    experts and of the chosen where config.json has none.
     """
-    count, chosen = _count(fields, COUNTS, _MOST_EXPERTS), _count(fields, CHOSEN, _MOST_CHOSEN)
+    counts = usual or (None, None)
+    count, chosen = _count(fields, COUNTS, counts[0], _MOST_EXPERTS), _count(fields, CHOSEN, counts[1], _MOST_CHOSEN)
     groups, kept = (fields.integer(name, 1) if grouped else 1 for name in ("n_group", "topk_group"))
     if count % groups:
         raise fields.error("n_group", f"{groups} does not divide the number of experts, {count}")
@@ -47,13 +49,17 @@ def with_experts(
     return replace(spec, layers=tuple(layers))
 
 
-def sigmoid_experts(fields: Fields) -> ExpertsSpec:
-    """Return experts that are chosen as those of DeepSeek-V3 (2024), with as many shared ones beside them."""
+def sigmoid_experts(fields: Fields, usual: tuple[int, int] | None = None) -> ExpertsSpec:
+    """Return experts that are chosen as those of DeepSeek-V3 (2024), with as many shared ones beside them.
+
+    usual: as of `read_router`.
+    """
     size = fields.integer("moe_intermediate_size", 1408)
     return ExpertsSpec(
         read_router(
             fields,
             grouped=True,
+            usual=usual,
             scores="sigmoid",
             weighing="shares" if fields.flag("norm_topk_prob", True) else "scores",
             epsilon=1e-20,
@@ -115,8 +121,8 @@ def sparse_layers(fields: Fields) -> Callable[[int], bool]:
     return lambda layer: layer in dense or bool((layer + 1) % step)
 
 
-def _count(fields: Fields, names: tuple[str, ...], most: int) -> int:
-    return fields.integer(_named(fields, names), at_most=most)
+def _count(fields: Fields, names: tuple[str, ...], default: int | None, most: int) -> int:
+    return fields.integer(_named(fields, names), default, at_most=most)
 
 
 def _named(fields: Fields, names: tuple[str, ...]) -> str:

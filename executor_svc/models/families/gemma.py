@@ -13,7 +13,14 @@ from typing import Any
 
 from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.config.rope_fields import read_rope
-from executor_svc.models.families.common import RopeReader, layer_windows, optional_window, read_common, with_windows
+from executor_svc.models.families.common import (
+    RopeReader,
+    absent,
+    layer_windows,
+    optional_window,
+    read_common,
+    with_windows,
+)
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.specs.spec import DecoderSpec, LayerNames
@@ -31,6 +38,7 @@ GELU: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh"}
 _FULL_THETA, _WINDOW_THETA = 1_000_000.0, 10_000.0
 
 
+@absent(num_key_value_heads=4)
 def read_gemma2(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     spec, fields = _read_gemma(config, _POSITIONS_2, None), Fields(config)
@@ -41,6 +49,7 @@ def read_gemma2(config: dict[str, Any]) -> DecoderSpec:
     )
 
 
+@absent(num_key_value_heads=4)
 def read_gemma3(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     spec, fields = _read_gemma(config, _POSITIONS_3, _full_rope), Fields(config)

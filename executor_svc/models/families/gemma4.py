@@ -149,7 +149,7 @@ class _Sizes:
 
     def of_layer(self, index: int, window: int | None) -> LayerSizes:
         """Return a layer's sizes."""
-        sizes, own = self.full if window is None else self.windowed, self.single.section(str(index))
+        sizes, own = self.full if window is None else self.windowed, self.single.section(self._name(index))
         unknown = [name for name in own.names() if name not in _OWN]
         if unknown:
             raise own.error(unknown[0], f"is not supported here; supported: {', '.join(_OWN)}")
@@ -160,6 +160,11 @@ class _Sizes:
         )
         self.check(own, "head_dim", "num_key_value_heads", sizes)
         return sizes
+
+    def _name(self, index: int) -> str:
+        """Return the layer's name in the section: transformers writes 05 for 5 where there are more than ten layers."""
+        number = str(index)
+        return next((name for name in self.single.names() if name.lstrip("0") == number.lstrip("0")), number)
 
     def check(self, fields: Fields, head_size: str, kv_heads: str, sizes: LayerSizes) -> None:
         """Raise ModelConfigError, by one of the two fields, for heads that cannot be."""

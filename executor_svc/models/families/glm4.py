@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config.config_fields import Fields
-from executor_svc.models.families.common import read_common, uniform_rope
+from executor_svc.models.families.common import absent, read_common, uniform_rope
 from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 
 _NAMES = LayerNames(
@@ -19,6 +19,7 @@ _NAMES = LayerNames(
 )
 
 
+@absent(num_key_value_heads=2)
 def read_glm4(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     rotary = uniform_rope(partial=0.5)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config.config_fields import Fields
-from executor_svc.models.families.common import layer_windows, optional_window, read_common, with_windows
+from executor_svc.models.families.common import absent, layer_windows, optional_window, read_common, with_windows
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
 from executor_svc.models.layers.experts import ClippedSwiglu
 from executor_svc.models.specs.file_form import StackedForm
@@ -17,7 +17,6 @@ from executor_svc.models.specs.spec import DecoderSpec, ExpertNames, ExpertsSpec
 
 _ROPE: dict[str, Any] = {
     "rope_type": "yarn",
-    "rope_theta": 150_000.0,
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -28,6 +27,7 @@ _ROPE: dict[str, Any] = {
 _WINDOW = 128
 
 
+@absent(num_key_value_heads=8)
 def read_gpt_oss(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     if not config.get("rope_parameters") and not config.get("rope_scaling"):
@@ -41,7 +41,7 @@ def read_gpt_oss(config: dict[str, Any]) -> DecoderSpec:
     spec = with_windows(spec, layer_windows(fields, spec.num_layers, window, lambda layer: layer % 2 == 0))
     spec = replace(spec, layers=tuple(replace(layer, sinks=True) for layer in spec.layers))
     experts = ExpertsSpec(
-        read_router(fields, scores="logits", weighing="softmax"),
+        read_router(fields, usual=(128, 4), scores="logits", weighing="softmax"),
         spec.intermediate_size,
         ExpertNames(router="mlp.router", stacked=StackedForm(transposed=True, interleaved=True)),
         biased=True,

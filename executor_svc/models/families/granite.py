@@ -10,7 +10,7 @@ from typing import Any
 
 from cadenza_common.brief import brief
 from executor_svc.models.config.config_fields import Fields, is_number
-from executor_svc.models.families.common import layer_windows, optional_window, with_windows
+from executor_svc.models.families.common import absent, layer_windows, optional_window, with_windows
 from executor_svc.models.families.llama import read_llama
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.specs.spec import DecoderSpec
@@ -23,6 +23,7 @@ def read_granite(config: dict[str, Any]) -> DecoderSpec:
     return multiplied(read_llama(config), Fields(config))
 
 
+@absent(num_key_value_heads=4)
 def read_granite_swa(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)

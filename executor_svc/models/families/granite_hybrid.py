@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config.config_fields import Fields
-from executor_svc.models.families.common import rotated_where, whole_heads
+from executor_svc.models.families.common import absent, rotated_where, whole_heads
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
 from executor_svc.models.families.granite import multiplied
 from executor_svc.models.families.llama import read_llama
@@ -30,6 +30,7 @@ _KINDS = LINEAR_TYPES | {"mamba": RECURRENT, "attention": ATTENTION}
 _MOST_EXPAND = 64
 
 
+@absent(num_local_experts=8)
 def read_granite_4(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
@@ -52,7 +53,7 @@ def read_granite_4(config: dict[str, Any]) -> DecoderSpec:
         if split:
             into = ("shared_mlp.gate_proj", "shared_mlp.up_proj")
             names = replace(names, shared_into=into, shared_down="shared_mlp.down_proj")
-        router = read_router(fields, scores="logits", weighing="softmax")
+        router = read_router(fields, usual=(8, 2), scores="logits", weighing="softmax")
         spec = with_experts(spec, ExpertsSpec(router, spec.intermediate_size, names, shared_size=shared))
     if RECURRENT not in kinds:
         return spec

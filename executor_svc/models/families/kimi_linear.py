@@ -77,7 +77,7 @@ def read_kimi_linear(config: dict[str, Any]) -> DecoderSpec:
     spec = replace(spec, names=_NAMES, layers=tuple(replace(layer, rope=None) for layer in spec.layers))
     spec = with_heads_ignored(spec, fields)
     dense = _dense_layers(fields, spec.num_layers)
-    experts = replace(sigmoid_experts(fields), names=_EXPERTS)
+    experts = replace(sigmoid_experts(fields, (256, 8)), names=_EXPERTS)
     spec = with_experts(spec, experts, lambda layer: layer in dense)
     kinds = _kinds(fields, spec.num_layers)
     return with_recurrence(spec, kinds, _delta(fields, spec.norm_eps)) if RECURRENT in kinds else spec

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config.config_fields import Fields
-from executor_svc.models.families.common import read_common, uniform_rope, whole_heads
+from executor_svc.models.families.common import absent, read_common, uniform_rope, whole_heads
 from executor_svc.models.families.experts import count_from_0, read_router, with_experts, without_experts
 from executor_svc.models.families.recurrent import ATTENTION, RECURRENT, layer_kinds, taps, with_recurrence
 from executor_svc.models.specs.file_form import FileForm
@@ -39,12 +39,14 @@ _MIXTURE: dict[str, Any] = {"num_experts": 32, "num_experts_per_tok": 4, "moe_in
 """What transformers takes for fields that a config.json leaves out."""
 
 
+@absent(num_key_value_heads=8)
 def read_lfm2(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
     return _read({**config, "intermediate_size": _intermediate_size(fields)}, fields)
 
 
+@absent(num_key_value_heads=8)
 def read_lfm2_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(_MIXTURE | config)

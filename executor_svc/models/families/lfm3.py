@@ -11,8 +11,8 @@ from typing import Any
 
 from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.config.rope_fields import read_rope
-from executor_svc.models.families.common import optional_window, read_common
-from executor_svc.models.families.lfm2 import FILES, NAMES
+from executor_svc.models.families.common import absent, optional_window, read_common
+from executor_svc.models.families.lfm2 import FILES, NAMES, THETA
 from executor_svc.models.families.recurrent import ATTENTION, RECURRENT, layer_kinds, taps, with_recurrence
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import ProportionalScaling
@@ -39,6 +39,7 @@ _SANDWICHED = replace(
 _POSITIONS, _WINDOW = 128_000, 256
 
 
+@absent(num_key_value_heads=4)
 def read_lfm3(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config, names={"norm_eps": "rms_norm_eps"})
@@ -94,7 +95,7 @@ def _rope(fields: Fields, kind: str, head_size: int) -> RopeConfig:
     section = by_kind.section(kind) if by_kind.get(kind) else Fields(_ROPES[kind])
     if section.text("rope_type") != "proportional":
         kinds = {"default": "default"}
-        return read_rope(section, head_size, max_positions=_POSITIONS, kinds=kinds, rounding="sum")
+        return read_rope(section, head_size, max_positions=_POSITIONS, theta=THETA, kinds=kinds, rounding="sum")
     share = section.number("partial_rotary_factor", 1.0, at_least=0.0)
     if share > 1:
         raise section.error("partial_rotary_factor", f"{share:g} must be at most 1")

@@ -12,6 +12,7 @@ from typing import Any
 from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import (
     MAX_LAYERS,
+    absent,
     layer_windows,
     optional_window,
     read_common,
@@ -34,6 +35,7 @@ def read_llama(config: dict[str, Any]) -> DecoderSpec:
     )
 
 
+@absent(num_key_value_heads=8)
 def read_seed_oss(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
@@ -45,6 +47,7 @@ def read_seed_oss(config: dict[str, Any]) -> DecoderSpec:
     )
 
 
+@absent(num_key_value_heads=4)
 def read_smollm3(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)

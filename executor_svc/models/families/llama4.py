@@ -12,7 +12,7 @@ from typing import Any
 
 from cadenza_common.brief import brief
 from executor_svc.models.config.config_fields import Fields
-from executor_svc.models.families.common import read_common, uniform_rope
+from executor_svc.models.families.common import absent, read_common, uniform_rope
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
 from executor_svc.models.layers.rope import QueryScaling, RopeConfig
 from executor_svc.models.specs.file_form import StackedForm
@@ -41,6 +41,7 @@ _EXPERTS = ExpertNames(
 _EXPERT_SIZE, _NUM_EXPERTS = 8192, 16
 
 
+@absent(num_key_value_heads=8)
 def read_llama4(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)

@@ -10,7 +10,7 @@ from typing import Any
 
 from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.config.rope_fields import rope_section
-from executor_svc.models.families.common import optional_window, read_common, uniform_rope, with_windows
+from executor_svc.models.families.common import absent, optional_window, read_common, uniform_rope, with_windows
 from executor_svc.models.layers.rope import QueryScaling, RopeConfig
 from executor_svc.models.layers.rope_scaling import DynamicScaling
 from executor_svc.models.specs.spec import DecoderSpec
@@ -29,6 +29,7 @@ _MINISTRAL_ROPE: dict[str, Any] = {
 """Of a config.json without any."""
 
 
+@absent(num_key_value_heads=8)
 def read_mistral(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
@@ -37,6 +38,7 @@ def read_mistral(config: dict[str, Any]) -> DecoderSpec:
     return with_windows(spec, [optional_window(fields, _WINDOW)] * spec.num_layers)
 
 
+@absent(num_key_value_heads=8)
 def read_ministral3(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     if not config.get("rope_parameters") and not config.get("rope_scaling"):

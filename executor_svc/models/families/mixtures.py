@@ -13,6 +13,7 @@ from typing import Any
 from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.families.common import (
     MAX_LAYERS,
+    absent,
     optional_window,
     read_common,
     uniform_rope,
@@ -55,6 +56,13 @@ _HUNYUAN = ExpertNames(
     shared_into=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
     shared_down="mlp.shared_mlp.down_proj",
 )
+_SWA: dict[str, Any] = {
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "num_key_value_heads": None,
+}
+"""What transformers takes for fields that a config.json leaves out, where dense models have other values."""
 _HUNYUAN_LISTS = "num_experts", "moe_intermediate_size", "num_shared_expert"
 """Fields that are lists with a number for each layer in the files of A13B, as `moe_topk` is."""
 
@@ -63,33 +71,36 @@ def read_qwen2_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
     shared = fields.integer("shared_expert_intermediate_size", 5632)
-    spec = replace(read_qwen2(without_experts(config)), qkv_bias=fields.flag("qkv_bias", True))
-    return _qwen(spec, fields, replace(_qwen_experts(fields, 1408), names=QWEN_SHARED, shared_size=shared))
+    spec = read_qwen2(without_experts(config), lambda layer, most: layer % 2 == 0 and layer < most)
+    spec = replace(spec, qkv_bias=fields.flag("qkv_bias", True))
+    return _qwen(spec, fields, replace(_qwen_experts(fields, 1408, (60, 4)), names=QWEN_SHARED, shared_size=shared))
 
 
+@absent(num_key_value_heads=4)
 def read_qwen3_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
     spec = read_qwen3({**without_experts(config), "use_sliding_window": None, "layer_types": None})
     if fields.flag("use_sliding_window", False):  # of all layers, where dense models have it in the last ones
         spec = with_windows(spec, [optional_window(fields, 4096)] * spec.num_layers)
-    return _qwen(spec, fields, _qwen_experts(fields, 768))
+    return _qwen(spec, fields, _qwen_experts(fields, 768, (128, 8)))
 
 
 def _qwen(spec: DecoderSpec, fields: Fields, experts: ExpertsSpec) -> DecoderSpec:
     return with_experts(spec, experts, sparse_layers(fields))
 
 
-def _qwen_experts(fields: Fields, size: int) -> ExpertsSpec:
+def _qwen_experts(fields: Fields, size: int, usual: tuple[int, int]) -> ExpertsSpec:
     shares = fields.flag("norm_topk_prob", False)
-    router = read_router(fields, weighing="shares" if shares else "scores")
+    router = read_router(fields, usual=usual, weighing="shares" if shares else "scores")
     return ExpertsSpec(router, fields.integer("moe_intermediate_size", size))
 
 
+@absent(rms_norm_eps=1e-5, rope_theta=1_000_000.0)
 def read_mixtral(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     spec, fields = read_mistral({"sliding_window": None, **without_experts(config)}), Fields(config)
-    router = read_router(fields, rounded=False)
+    router = read_router(fields, usual=(8, 2), rounded=False)
     return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, W_NAMES))
 
 
@@ -101,10 +112,11 @@ def read_olmoe(config: dict[str, Any]) -> DecoderSpec:
     spec = read_common(without_experts(config), max_positions=4096, eps=1e-5)
     spec = replace(spec, head_norms="all heads", qkv_bias=bias, output_bias=bias)
     shares = fields.flag("norm_topk_prob", False)
-    router = read_router(fields, weighing="shares" if shares else "scores")
+    router = read_router(fields, usual=(64, 8), weighing="shares" if shares else "scores")
     return with_experts(spec, ExpertsSpec(router, spec.intermediate_size))
 
 
+@absent(num_key_value_heads=8)
 def read_glm4_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
@@ -119,14 +131,14 @@ def read_glm4_moe(config: dict[str, Any]) -> DecoderSpec:
     ignored = tuple(f"model.layers.{spec.num_layers + layer}." for layer in range(min(more, MAX_LAYERS)))
     spec = replace(spec, ignored=ignored)
     num_dense = count_from_0(fields, "first_k_dense_replace", 1)
-    return with_experts(spec, sigmoid_experts(fields), lambda layer: layer < num_dense)
+    return with_experts(spec, sigmoid_experts(fields, (128, 8)), lambda layer: layer < num_dense)
 
 
 def read_exaone_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields, spec = Fields(config), replace(read_exaone4(without_experts(config)), names=LayerNames(), ignored=("mtp.",))
     given = {"moe_intermediate_size": 1024, "routed_scaling_factor": 2.5} | config
-    experts = sigmoid_experts(Fields(given, names={"n_shared_experts": "num_shared_experts"}))
+    experts = sigmoid_experts(Fields(given, names={"n_shared_experts": "num_shared_experts"}), (64, 8))
     kinds, num_dense = fields.get("mlp_layer_types"), count_from_0(fields, "first_k_dense_replace", 1)
     if kinds is None:
         return with_experts(spec, experts, lambda layer: layer < num_dense)
@@ -137,15 +149,16 @@ def read_exaone_moe(config: dict[str, Any]) -> DecoderSpec:
     return with_experts(spec, experts, lambda layer: kinds[layer] == "dense")
 
 
+@absent(num_key_value_heads=4)
 def read_ernie_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
-    fields, spec = Fields(config), read_ernie_attention(without_experts(config), None)
+    fields, spec = Fields(config), read_ernie_attention(without_experts(config))
     first, interval = count_from_0(fields, "moe_layer_start_index", 1), fields.integer("moe_layer_interval", 1)
     last = fields.get("moe_layer_end_index")
     end = spec.num_layers if last in (None, -1) else 1 + count_from_0(fields, "moe_layer_end_index", 27)
     size = fields.integer("moe_intermediate_size", 1536)
     experts = ExpertsSpec(
-        read_router(fields, least_sum=fields.number("moe_norm_min", 1e-12)),
+        read_router(fields, usual=(64, 6), least_sum=fields.number("moe_norm_min", 1e-12)),
         size,
         ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_row=True),
         router_in_float32=True,
@@ -164,12 +177,11 @@ def read_granite_moe(config: dict[str, Any]) -> DecoderSpec:
 
 def read_granite_moe_swa(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
-    defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-    return _granite(read_granite_swa({**defaults, **without_experts(config)}), Fields(config))
+    return _granite(read_granite_swa({**_SWA, **without_experts(config)}), Fields(config))
 
 
 def _granite(spec: DecoderSpec, fields: Fields) -> DecoderSpec:
-    router = read_router(fields, scores="logits", weighing="softmax")
+    router = read_router(fields, usual=(8, 2), scores="logits", weighing="softmax")
     shared, names = count_from_0(fields, "shared_intermediate_size", 0), GRANITE
     if fields.flag("has_split_shared_mlp", False):  # in GGUF files
         into = "shared_mlp.gate_proj", "shared_mlp.up_proj"
@@ -181,7 +193,7 @@ def read_hunyuan_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     spec = read_hunyuan(without_experts(config))
     fields = alike_in_layers(config, _HUNYUAN_LISTS, spec.num_layers)
-    routers = [read_router(each, rounded=False) for each in by_layer(fields, "moe_topk", spec.num_layers)]
+    routers = [read_router(each, usual=(1, 1), rounded=False) for each in by_layer(fields, "moe_topk", spec.num_layers)]
     experts = ExpertsSpec(
         routers[0],
         fields.integer("moe_intermediate_size", spec.intermediate_size),
@@ -193,6 +205,7 @@ def read_hunyuan_moe(config: dict[str, Any]) -> DecoderSpec:
     return replace(spec, layers=tuple(replace(layer, experts=replace(experts, router=own)) for layer, own in pairs))
 
 
+@absent(num_key_value_heads=8)
 def read_minimax_m2(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)
@@ -200,7 +213,7 @@ def read_minimax_m2(config: dict[str, Any]) -> DecoderSpec:
     share = fields.integer("rotary_dim", head) / head
     rotary = uniform_rope(theta=5_000_000.0, partial=share)
     spec = read_common(without_experts(config), max_positions=196_608, head_size=128, read_rotary=rotary)
-    router = read_router(fields, scores="sigmoid", rounded=False)
+    router = read_router(fields, usual=(256, 8), scores="sigmoid", rounded=False)
     names = replace(W_NAMES, choice_bias="block_sparse_moe.e_score_correction_bias")
     spec = replace(spec, head_norms="all heads" if fields.flag("use_qk_norm", True) else None)
     return with_experts(spec, ExpertsSpec(router, spec.intermediate_size, names))

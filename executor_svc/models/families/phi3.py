@@ -11,7 +11,7 @@ from typing import Any
 
 from executor_svc.models.config.config_fields import Fields
 from executor_svc.models.config.rope_fields import DEFAULT_THETA, read_rope, rope_section
-from executor_svc.models.families.common import optional_window, read_common, with_windows
+from executor_svc.models.families.common import absent, optional_window, read_common, with_windows
 from executor_svc.models.families.experts import read_router, with_experts, without_experts
 from executor_svc.models.layers.rope import RopeConfig
 from executor_svc.models.layers.rope_scaling import LongScaling, LongScalingOfTwo
@@ -49,6 +49,7 @@ def _rope(fields: Fields, head_size: int, max_positions: int) -> RopeConfig:
     )
 
 
+@absent(num_key_value_heads=8)
 def read_phimoe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields({"num_local_experts": _NUM_EXPERTS, "num_experts_per_tok": 2} | config)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config.config_fields import Fields
-from executor_svc.models.families.common import MAX_LAYERS, read_common, uniform_rope
+from executor_svc.models.families.common import MAX_LAYERS, absent, read_common, uniform_rope
 from executor_svc.models.families.experts import count_from_0, read_router, sparse_layers, with_experts, without_experts
 from executor_svc.models.families.recurrent import (
     ATTENTION,
@@ -42,11 +42,13 @@ QWEN_SHARED = ExpertNames(
 )
 
 
+@absent(num_key_value_heads=4)
 def read_qwen3_5(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     return _read(config, DeltaNames())
 
 
+@absent(num_key_value_heads=2)
 def read_qwen3_5_moe(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(_MIXTURE | config)
@@ -55,6 +57,7 @@ def read_qwen3_5_moe(config: dict[str, Any]) -> DecoderSpec:
     return with_experts(spec, _experts(fields, shares=True))
 
 
+@absent(num_key_value_heads=2)
 def read_qwen3_next(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     config = {QWEN_MTP_LAYERS_FIELD: 1} | config  # its files have a head that the published config.json does not name

@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from executor_svc.models.config.config_fields import Fields
-from executor_svc.models.families.common import optional_window, read_common, with_windows
+from executor_svc.models.families.common import absent, optional_window, read_common, with_windows
 from executor_svc.models.layers.mlp import Activation
 from executor_svc.models.specs.spec import DecoderSpec, LayerNames
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh"}
 
 
+@absent(num_key_value_heads=2)
 def read_starcoder2(config: dict[str, Any]) -> DecoderSpec:
     """Return what a config.json describes; raises ModelConfigError naming the field that is wrong or not supported."""
     fields = Fields(config)

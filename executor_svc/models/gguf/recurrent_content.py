@@ -172,7 +172,7 @@ def _granite(read: _Reader, content: dict[str, Any]) -> dict[str, Any]:
         "position_embedding_type": "rope" if rotated else None,
         "has_split_shared_mlp": True,
         "shared_intermediate_size": shared if experts or shared else content["intermediate_size"],
-        **({"num_local_experts": experts["num_experts"]} if experts else {}),
+        "num_local_experts": experts["num_experts"] if experts else 0,
         **({"num_experts_per_tok": experts["num_experts_per_tok"]} if experts else {}),
     }
 

@@ -50,7 +50,10 @@ def row_ranges(count: int, rows: int) -> Iterator[slice]:
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
     """Return the codes of words [R, W] int32 as [R, W * 32 / bits] uint8; bits: 4 or 8, the lowest are first."""
-    return unpack_bytes(words.contiguous().view(torch.uint8), bits)
+    packed = words.contiguous()
+    if packed.stride(1) != 1:  # one column, to torch contiguous with any stride
+        packed = packed.clone(memory_format=torch.contiguous_format)
+    return unpack_bytes(packed.view(torch.uint8), bits)
 
 
 def unpack_bytes(packed: Tensor, bits: int) -> Tensor:

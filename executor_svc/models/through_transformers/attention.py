@@ -111,7 +111,7 @@ class PagedAttention:
         wide = None if sinks is None else sinks.float().contiguous()
         attended = self._kernels.attention(q, kv_layer, shape, plan, scales, wide, table)
         heads = attended.view(1, qkv.shape[0], shape.num_heads, shape.padded_head_size)
-        return heads[..., : value.shape[-1]].to(value.dtype), None
+        return heads[..., : value.shape[-1]].to(value.dtype).contiguous(), None  # models view it in another shape
 
 
 def _joined(query: Tensor, key: Tensor, value: Tensor, shape: AttentionShape, dtype: torch.dtype) -> Tensor:

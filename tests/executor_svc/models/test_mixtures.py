@@ -24,7 +24,6 @@ BESIDE = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_i
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"num_experts": 2**40}, "num_experts must be at most 4096"),
     ("qwen3_moe", {"num_experts": -1}, "num_experts must be a positive integer, not -1"),
-    ("qwen3_moe", {"num_experts": None}, "num_experts must be a positive integer, not None"),
     ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts to choose"),
     ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer, not 0"),
     ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers must be a list of layers"),

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from executor_svc.device.dense_rows import DequantizedRows
 from executor_svc.device.stored_linear import QuantRows
 from executor_svc.models.files.checkpoint import SafetensorsWeights
 from executor_svc.models.quantized.method import read_quantization
+from tests.helpers.models.quantized_layouts import LAYOUTS
 
 CPU = torch.device("cpu")
 FILES = sorted((Path(__file__).parent / "quantized_files").glob("*.safetensors"))
@@ -74,3 +75,13 @@ def test_blocks_take_their_multiple(tmp_path: Path) -> None:
     for file in FILES:
         weights, _ = open_weights(tmp_path, file)
         assert [len(block) for block in open_linear(weights, (32, 64)).blocks(1, 16)] == [16, 16]
+
+
+@pytest.mark.parametrize("layout", ["w4a16 with zero points", "gptq", "gptq of 8 bits", "awq"])
+def test_as_few_rows_as_a_word_has_codes(layout: str, tmp_path: Path) -> None:
+    config, pack = LAYOUTS[layout]
+    tensors, expected = pack(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)))
+    save_file({f"linear.{name}": each.contiguous() for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    quantization = read_quantization(tmp_path, {"quantization_config": config})
+    rows = open_linear(SafetensorsWeights(tmp_path, torch.float32, CPU, quantization), (8, 64))
+    torch.testing.assert_close(DequantizedRows(rows, torch.float32, CPU).whole(), expected)

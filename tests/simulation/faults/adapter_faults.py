@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from scheduler_svc.core.errors import PreconditionError, RequestRejectedError, UnknownAdapterError
-from tests.simulation.adapting import CONTENTS, FAILED, INVALID, NextLoad, path_of
-from tests.simulation.host import Host
-from tests.simulation.lane_checks import Violation
+from tests.simulation.checks.lane_checks import Violation
+from tests.simulation.executor.adapting import CONTENTS, FAILED, INVALID, NextLoad, path_of
+from tests.simulation.executor.host import Host
 from tests.simulation.world import World
 
 _ANSWERED_S = 20.0

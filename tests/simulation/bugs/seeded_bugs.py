@@ -29,7 +29,7 @@ class SeededBug:
     new: str
     found_in: int = 0
     """A history that shows it, tried before all others: a search from 0 takes up to a minute. It may change with the
-    scheduler; `python -m tests.simulation.find_bugs` prints those that show each."""
+    scheduler; `python -m tests.simulation.bugs.find_bugs` prints those that show each."""
 
 
 SEEDED_BUGS = (

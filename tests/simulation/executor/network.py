@@ -25,7 +25,7 @@ from scheduler_svc.plan_loop.ports import (
     SessionOpened,
     StaleEpochError,
 )
-from tests.simulation.process import ExecutorProcess, Session
+from tests.simulation.executor.process import ExecutorProcess, Session
 
 SILENCE_S = 2.0
 """Both services take a peer that sends nothing for so long as lost (cadenza_common.serving.heartbeats)."""

@@ -1,10 +1,10 @@
-"""`python -m tests.simulation.find_bugs`: the first history that shows each seeded bug, for `found_in`; minutes."""
+"""`python -m tests.simulation.bugs.find_bugs`: the first history that shows each bug, for `found_in`; in minutes."""
 
 from __future__ import annotations
 
+from tests.simulation.bugs.seeded_bugs import NUM_SEARCHED, SEEDED_BUGS, seeded
 from tests.simulation.history import HistoryError
 from tests.simulation.many import run_chunk
-from tests.simulation.seeded_bugs import NUM_SEARCHED, SEEDED_BUGS, seeded
 
 
 def main() -> None:

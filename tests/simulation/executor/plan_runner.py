@@ -15,10 +15,18 @@ from cadenza_common.plan.plan import AdmittedSequence, GroupTable, StepPlan
 from cadenza_common.plan.result import Candidates, LogprobColumns, SlotError, StepResult, TokenLogprobs
 from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.simulation.drafting import NO_DRAFTS, DraftPlan, in_order, make_drafts, num_allowed, rows_left, take_drafts
-from tests.simulation.pools import KnownPools, PlanError, require
-from tests.simulation.slot import Slot
-from tests.simulation.states import KnownStates
+from tests.simulation.executor.drafting import (
+    NO_DRAFTS,
+    DraftPlan,
+    in_order,
+    make_drafts,
+    num_allowed,
+    rows_left,
+    take_drafts,
+)
+from tests.simulation.executor.pools import KnownPools, PlanError, require
+from tests.simulation.executor.slot import Slot
+from tests.simulation.executor.states import KnownStates
 
 _ROOT = 7
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from cadenza_common.plan.plan import BlockMoves, StepPlan
 from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.simulation.slot import Slot
+from tests.simulation.executor.slot import Slot
 
 _NOT_WRITTEN = 0
 _SPOILT = -1

@@ -10,7 +10,7 @@ from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.plan_loop.ports import ModelDescription
 
 if TYPE_CHECKING:
-    from tests.simulation.slot import Slot
+    from tests.simulation.executor.slot import Slot
 
 RESOLUTION = 1 << 24
 """Of the share of drafts that are right."""

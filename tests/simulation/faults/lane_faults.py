@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler_svc.engine.fleet.executor_member import ExecutorExistsError, LastExecutorError, UnknownExecutorError
-from tests.simulation.host import Host
-from tests.simulation.lane_checks import Violation
+from tests.simulation.checks.lane_checks import Violation
+from tests.simulation.executor.host import Host
 from tests.simulation.scenario import OTHER_MODEL, Fault, draw_peer
 from tests.simulation.world import World
 

@@ -15,8 +15,8 @@ from cadenza_common.plan.plan import StepPlan
 from cadenza_common.plan.result import StepResult, StepStatus, StepTimings
 from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded, AdapterUnloaded
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.simulation.adapting import AdapterFiles, AdapterLoads
-from tests.simulation.pools import PlanError
+from tests.simulation.executor.adapting import AdapterFiles, AdapterLoads
+from tests.simulation.executor.pools import PlanError
 
 _AFTER_FAILURE = "an earlier step of this session failed"
 

@@ -10,12 +10,12 @@ from typing import Any
 from cadenza_common.plan.result import StepStatus
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.scheduler.changing_executor import OTHER_NUMERICS
-from tests.simulation.adapter_faults import AdapterFaults
 from tests.simulation.catalogue import catalogue
-from tests.simulation.host import Host
-from tests.simulation.lane_faults import LaneFaults
-from tests.simulation.network import SILENCE_S
-from tests.simulation.process import NextStep
+from tests.simulation.executor.host import Host
+from tests.simulation.executor.network import SILENCE_S
+from tests.simulation.executor.process import NextStep
+from tests.simulation.faults.adapter_faults import AdapterFaults
+from tests.simulation.faults.lane_faults import LaneFaults
 from tests.simulation.scenario import KERNELS, Fault
 from tests.simulation.world import World
 

@@ -5,7 +5,7 @@ Some are those of others, whose issues are named. `WAYS` are bugs of plans and s
 
 from __future__ import annotations
 
-from tests.simulation.seeded_bugs import SeededBug
+from tests.simulation.bugs.seeded_bugs import SeededBug
 
 STATE_BUGS = (
     SeededBug(

@@ -14,7 +14,6 @@ from scheduler_svc.core.errors import (
 from scheduler_svc.core.types import FinishDetail
 from scheduler_svc.engine.adapters.adapters import FIELD
 from tests.helpers.core.lane_rig import first_pages
-from tests.simulation.adapting import FAILED, INVALID
 from tests.simulation.catalogue import (
     LettersDecoder,
     cut_beams,
@@ -25,6 +24,7 @@ from tests.simulation.catalogue import (
     whole_sample,
 )
 from tests.simulation.clients import Client, SampleSeen
+from tests.simulation.executor.adapting import FAILED, INVALID
 from tests.simulation.world import Violation, World
 
 _LATE_S = 0.05

@@ -1,11 +1,11 @@
 """Bugs of the prefix cache in lanes with windows, put in by hand: the block manager's machine must find each.
 
-Some are those of others, whose issues are named; `tests/simulation/seeded_bugs.py` has those that histories find.
+Some are those of others, whose issues are named; `tests/simulation/bugs/seeded_bugs.py` has those that histories find.
 """
 
 from __future__ import annotations
 
-from tests.simulation.seeded_bugs import SeededBug
+from tests.simulation.bugs.seeded_bugs import SeededBug
 
 WINDOW_BUGS = (
     SeededBug(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from cadenza_common.plan.plan import StateSaves, StepPlan
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.simulation.pools import PlanError, require
-from tests.simulation.slot import Slot
+from tests.simulation.executor.pools import PlanError, require
+from tests.simulation.executor.slot import Slot
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from cadenza_common.plan.plan import StepPlan
 from scheduler_svc.core.adapters.lane_adapters import AdapterState
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.core.sequences.sequence import SequenceGroup
-from tests.simulation.lane_checks import Violation
+from tests.simulation.checks.lane_checks import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -12,7 +12,7 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.types import SequenceState
 from scheduler_svc.engine.fleet.executor_member import ExecutorMember
 from tests.simulation.catalogue import catalogue
-from tests.simulation.process import ExecutorProcess, Session
+from tests.simulation.executor.process import ExecutorProcess, Session
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -11,16 +11,16 @@ from scheduler_svc.core.adapters.events import AdapterCommands, AdapterLoaded
 from scheduler_svc.core.lanes.lane import Lane
 from scheduler_svc.engine.fleet.executor_member import ExecutorMember
 from scheduler_svc.plan_loop.ports import ModelDescription
-from tests.simulation.adapter_checks import check_named_adapters, check_unloads
 from tests.simulation.catalogue import KnownTokens, catalogue
-from tests.simulation.lane_checks import check_admissions
-from tests.simulation.network import Address
-from tests.simulation.plan_runner import PlanRunner
-from tests.simulation.pools import PlanError
-from tests.simulation.process import ExecutorProcess, Runner, Session
-from tests.simulation.real_runner import RealRunner
+from tests.simulation.checks.adapter_checks import check_named_adapters, check_unloads
+from tests.simulation.checks.lane_checks import check_admissions
+from tests.simulation.executor.network import Address
+from tests.simulation.executor.plan_runner import PlanRunner
+from tests.simulation.executor.pools import PlanError
+from tests.simulation.executor.process import ExecutorProcess, Runner, Session
+from tests.simulation.executor.real_runner import RealRunner
+from tests.simulation.executor.slot import Slot
 from tests.simulation.scenario import NUMERICS
-from tests.simulation.slot import Slot
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -108,7 +108,7 @@ SEEDED_BUGS = (
         "tokens of drafts that arrive after a preemption are not counted",
         "scheduler_svc.core.sequences.sequence_tokens", "SequenceTokens.count_more",
         "self._num_planned += num_tokens", "return",
-        found_in=311,
+        found_in=389,
     ),
     SeededBug(
         "drafts get rows of logits that the step does not have",
@@ -153,7 +153,7 @@ SEEDED_BUGS = (
         "another lane takes a request to which plans in flight refer",
         "scheduler_svc.core.lanes.lane", "Lane.holds",
         "if self.inflight and self.inflight[0].plan.step_id <= group.held_until:", "if False:",
-        found_in=136,
+        found_in=327,
     ),
     SeededBug(
         "a request that is taken over keeps its former lane",

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.common.benchmark import progress
 from benchmarks.gpu.cases import Bench, Case, Group, Metrics, Unavailable, one_line
-from benchmarks.gpu.kernels.attention import decode_case, decode_sizes
-from benchmarks.gpu.kernels.attention_launch import Sizes, launch, make_inputs
+from benchmarks.gpu.kernels.attention.attention import decode_case, decode_sizes
+from benchmarks.gpu.kernels.attention.attention_launch import Sizes, launch, make_inputs
 
 _TOLERANCE = 0.02
 """Relative error of a head: both round weights and outputs to bf16."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.cases import Bench, Case, Group, Metrics
-from benchmarks.gpu.kernels.attention import (
+from benchmarks.gpu.kernels.attention.attention import (
     BLOCK_SIZES,
     MAX_CHECKED,
     TINY,
@@ -22,7 +22,7 @@ from benchmarks.gpu.kernels.attention import (
     bandwidth,
     flops,
 )
-from benchmarks.gpu.kernels.attention_launch import Inputs, Sizes, arch_and_sms, check, launch, make_inputs
+from benchmarks.gpu.kernels.attention.attention_launch import Inputs, Sizes, arch_and_sms, check, launch, make_inputs
 from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK, DECODE_ROWS, AttentionConfig
 from executor_svc.gpu.kernels.attention.segments import SEGMENTS, Segments, SegmentScratch
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics, one_line
-from benchmarks.gpu.kernels.attention_launch import Sizes, check, gluon_kernels_of, launch, make_inputs
+from benchmarks.gpu.kernels.attention.attention_launch import Sizes, check, gluon_kernels_of, launch, make_inputs
 from executor_svc.gpu.kernels.attention.config import COPIED_BLOCK
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from executor_svc.gpu.slots import staging as gpu_staging
 from executor_svc.gpu.slots.device_slots import DeviceSlots
 from executor_svc.gpu.slots.staging import Download, StagedChanges, Upload
 from executor_svc.plan.limits import GroupShape
-from tests.executor_svc.gpu.slot_histories import LIMITS, MOST, History
+from tests.executor_svc.gpu.slots.slot_histories import LIMITS, MOST, History
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
 
 LEAST_STAGING = MOST.num_words + RUN_WORDS

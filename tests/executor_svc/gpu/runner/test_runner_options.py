@@ -19,7 +19,7 @@ from executor_svc.gpu.linear import Quantization
 from executor_svc.models.through_transformers.linears import PreparedLinear
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
-from tests.executor_svc.gpu.quantized_reference import logprobs
+from tests.executor_svc.gpu.runner.quantized_reference import logprobs
 from tests.helpers.executor.plans import scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
 from tests.helpers.marks import short_and_long

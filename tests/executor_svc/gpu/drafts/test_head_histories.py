@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.executor_svc.gpu.drafted_steps import Outputs
-from tests.executor_svc.gpu.test_heads import eagle3, undrafted
-from tests.executor_svc.gpu.watched_head import WatchedHead
+from tests.executor_svc.gpu.drafts.test_heads import eagle3, undrafted
+from tests.executor_svc.gpu.drafts.watched_head import WatchedHead
 from tests.helpers.executor.plans import ints, scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
 from tests.helpers.marks import short_and_long

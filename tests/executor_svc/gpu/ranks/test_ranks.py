@@ -54,7 +54,7 @@ def _processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             super().__init__(*arguments)
             started.append(self)
 
-    monkeypatch.setattr("executor_svc.ranks.processes.MODULE", "tests.executor_svc.gpu.mended_member")
+    monkeypatch.setattr("executor_svc.ranks.processes.MODULE", "tests.executor_svc.gpu.ranks.mended_member")
     monkeypatch.setattr("executor_svc.startup.leader.RankProcesses", Noted)
     # Not the end of this process: operations that wait for the rank fail.
     monkeypatch.setattr("executor_svc.startup.leader._end", lambda rank, how: print(f"rank {rank}: {how}"))

@@ -15,9 +15,9 @@ from executor_svc.gpu.launches.repeated import RepeatedParts
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
 from tests.executor_svc.gpu.drafted_steps import outputs
+from tests.executor_svc.gpu.drafts.test_heads import on_both
 from tests.executor_svc.gpu.repeating import repeat_launches
-from tests.executor_svc.gpu.test_adapters import SIZES, Run, mixed, save_adapters
-from tests.executor_svc.gpu.test_heads import on_both
+from tests.executor_svc.gpu.runner.test_adapters import SIZES, Run, mixed, save_adapters
 from tests.executor_svc.gpu.test_sampling_steps import assert_same
 from tests.helpers.executor.plans import ints, scheduled, sequence
 from tests.helpers.executor.stepping import Stepper

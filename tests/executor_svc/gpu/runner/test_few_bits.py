@@ -20,7 +20,7 @@ from tests.checkpoints import make_checkpoint
 from tests.executor_svc.cpu.kernels.quantized.formats import Q4_K, Q6_K, format_of, random_block
 from tests.executor_svc.cpu.kernels.quantized.formats_in_memory import BlockRows
 from tests.executor_svc.driver import Model
-from tests.executor_svc.gpu.test_families import tokens_of
+from tests.executor_svc.gpu.runner.test_families import tokens_of
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.gguf_files import Kinds, dequantized, low_bits, write_gguf
 from tests.helpers.models.quantized_layouts import quantize_checkpoint

@@ -32,8 +32,8 @@ from tests.executor_svc.gpu.drafted_steps import (
     note_device_calls,
     outputs,
 )
-from tests.executor_svc.gpu.test_adapters import Run, save_adapters
-from tests.executor_svc.gpu.watched_head import WatchedHead
+from tests.executor_svc.gpu.drafts.watched_head import WatchedHead
+from tests.executor_svc.gpu.runner.test_adapters import Run, save_adapters
 from tests.helpers.executor.plans import columns, ints, scheduled, sequence
 from tests.helpers.executor.stepping import Stepper
 from tests.helpers.models.agreeing_heads import SHAPE, make_agreeing

@@ -24,6 +24,9 @@ from tests.helpers.marks import draw_fewer, sample
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Cadenza's commands set these as they are imported, which some test does.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 # Ray reads these once, when whatever test imports it first.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
@@ -78,13 +81,19 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector the modules of all tests and of what they import: nothing of them is ever garbage."""
     gc.collect()
     gc.freeze()
+    forks.keep_variables()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """The same for what a file's tests have imported: transformers' objects cost each later full collection 0.3 s."""
+    """The same for what a file's tests have imported: transformers' objects cost each later full collection 0.3 s.
+
+    And a test must leave variables as they were, or the processes of all later tests would be new interpreters.
+    """
     try:
-        return (yield)
+        result = yield
+        forks.check_variables()
+        return result
     finally:
         if nextitem is None or nextitem.path != item.path:
             gc.collect()

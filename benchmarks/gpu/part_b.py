@@ -26,8 +26,8 @@ _LATE_S, _GRACE_S = 10.0, 5.0
 """A step that still runs so long after its limit is interrupted, and later killed: it would take the others' time."""
 _CHANGED = (
     "tests/executor_svc/gpu/checks", "tests/executor_svc/gpu/choices", "tests/executor_svc/gpu/exact",
-    "tests/executor_svc/gpu/kernels/exact", "tests/executor_svc/gpu/test_graphs.py",
-    "tests/executor_svc/gpu/test_runner.py", "tests/executor_svc/gpu/test_repeated_steps.py",
+    "tests/executor_svc/gpu/kernels/exact", "tests/executor_svc/gpu/graphs/test_graphs.py",
+    "tests/executor_svc/gpu/runner/test_runner.py", "tests/executor_svc/gpu/graphs/test_repeated_steps.py",
 )  # fmt: skip
 """Tests of what no GPU has run, and what is served by default or asked for in this part."""
 _NEVER_RUN = (
@@ -35,7 +35,7 @@ _NEVER_RUN = (
     "tests/executor_svc/gpu/kernels/experts", "tests/executor_svc/gpu/kernels/test_latent_operations.py",
     "tests/executor_svc/gpu/kernels/test_few_bits_all_rows.py",
     "tests/executor_svc/gpu/kernels/attention/test_gluon.py",
-    "tests/executor_svc/gpu/models", "tests/executor_svc/gpu/test_heads.py",
+    "tests/executor_svc/gpu/models", "tests/executor_svc/gpu/drafts/test_heads.py",
 )  # fmt: skip
 """The same of the rest."""
 _FEW_REQUESTS = "--requests", "300", "--only", "finished"

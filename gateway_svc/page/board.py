@@ -261,6 +261,7 @@ def _state(info: ServerInfo) -> dict[str, Any]:
 
 def _executor(info: ExecutorInfo) -> dict[str, Any]:
     layout = {"windows": info.kv_group_windows, "state_pages": info.pages_per_state} if info.kv_group_pages else {}
+    memory = [[part.name, part.computed_bytes, part.measured_bytes] for part in info.memory]
     return {
         "index": info.index,
         "target": info.target,
@@ -279,4 +280,5 @@ def _executor(info: ExecutorInfo) -> dict[str, Any]:
         "steps": info.num_steps,
         "output_tokens": info.num_output_tokens,
         **layout,
+        **({"memory": memory} if memory else {}),
     }

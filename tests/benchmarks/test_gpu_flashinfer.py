@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.cases import Unavailable
-from benchmarks.gpu.kernels import attention, flashinfer
+from benchmarks.gpu.kernels.attention import attention, flashinfer
 from tests.helpers.executor.stand_in_flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
 CPU = torch.device("cpu")

@@ -18,8 +18,9 @@ import torch
 from benchmarks.common.rows import ROOT, BenchmarkError
 from benchmarks.gpu import environment
 from benchmarks.gpu.cases import Bench, Case, Ceilings, Goal, Group, HostClock, Outcome, Unavailable, run_cases
-from benchmarks.gpu.kernels import attention, group_process, part
-from benchmarks.gpu.kernels.attention_launch import Sizes
+from benchmarks.gpu.kernels import group_process, part
+from benchmarks.gpu.kernels.attention import attention
+from benchmarks.gpu.kernels.attention.attention_launch import Sizes
 from benchmarks.gpu.kernels.ceilings import ceilings_of
 from benchmarks.gpu.kernels.part import GROUPS
 from benchmarks.gpu.kernels.steps import driver_options

@@ -26,6 +26,8 @@ def begin_run() -> None:
         former = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         os.environ.setdefault("GOCACHE", str(former / "go-build"))  # what others keep there stays
         os.environ.setdefault("MPLCONFIGDIR", str(former / "matplotlib"))
+        # transformers imports PyTorch's compiler, which sets it then, in the middle of a run.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_own / "torchinductor"))
     os.environ["XDG_CACHE_HOME"] = str(Path(os.environ[_FOLDER]) / f"cache-{os.getpid()}")
 
 

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_svc.core.errors import InvariantError
 from tests.helpers.core.block_books import STOP
 from tests.helpers.core.block_world import GROUPS, PROMPTS, TOKENS, World
-from tests.simulation.seeded_bugs import SeededBug, seeded
-from tests.simulation.state_bugs import STATE_BUGS
-from tests.simulation.window_bugs import WINDOW_BUGS
+from tests.simulation.bugs.seeded_bugs import SeededBug, seeded
+from tests.simulation.bugs.state_bugs import STATE_BUGS
+from tests.simulation.bugs.window_bugs import WINDOW_BUGS
 
 START = {
     "block_size": [2, 3, 1],

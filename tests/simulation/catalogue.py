@@ -30,8 +30,8 @@ from tests.helpers.core.known import (
     known_prompt_logprobs,
     known_sample,
 )
-from tests.simulation.drafting import RESOLUTION
-from tests.simulation.slot import Slot
+from tests.simulation.executor.drafting import RESOLUTION
+from tests.simulation.executor.slot import Slot
 
 NUM_ENTRIES = 240
 NUM_STEMS = 6

@@ -17,11 +17,11 @@ from typing import Any
 
 from cadenza_common.serving.plan_log import PlanLogReader
 from scheduler_svc.replay.core_replay import CoreReplay
-from tests.simulation.adapter_checks import check_adapters_left
-from tests.simulation.adapting import turn_bounds
-from tests.simulation.checks import check_client
+from tests.simulation.checks.adapter_checks import check_adapters_left
+from tests.simulation.checks.checks import check_client
 from tests.simulation.clients import Client
-from tests.simulation.faults import Faults
+from tests.simulation.executor.adapting import turn_bounds
+from tests.simulation.faults.faults import Faults
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.scenario import Scenario, draw_scenario
 from tests.simulation.watching import watch

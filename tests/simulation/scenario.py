@@ -13,10 +13,10 @@ from scheduler_svc.core.kv_groups import KVGroup
 from scheduler_svc.plan_loop.ports import ModelDescription
 from tests.helpers.loadtest.simulations import options
 from tests.helpers.scheduler.changing_executor import MODEL, OTHER_NUMERICS
-from tests.simulation.adapting import CONTENTS, NO_ADAPTERS, AdapterPlan, path_of
 from tests.simulation.catalogue import NUM_ENTRIES, NUM_STEMS, catalogue, entries_of_stem
-from tests.simulation.drafting import NO_DRAFTS, DraftPlan
-from tests.simulation.network import Delays
+from tests.simulation.executor.adapting import CONTENTS, NO_ADAPTERS, AdapterPlan, path_of
+from tests.simulation.executor.drafting import NO_DRAFTS, DraftPlan
+from tests.simulation.executor.network import Delays
 
 REAL_EXECUTOR_EVERY = 20
 """One history of so many runs the simulated executor of the service, over the wire's conversions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.__main__ import main
-from tests.simulation.seeded_bugs import SEEDED_BUGS, seeded
+from tests.simulation.bugs.seeded_bugs import SEEDED_BUGS, seeded
 
 
 def test_one_history_is_traced(capsys: pytest.CaptureFixture[str]) -> None:

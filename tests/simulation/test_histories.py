@@ -7,10 +7,10 @@ import re
 import pytest
 
 from scheduler_svc.core.types import FinishDetail
+from tests.simulation.bugs.seeded_bugs import NUM_SEARCHED, SEEDED_BUGS, SeededBug, seeded
 from tests.simulation.history import HistoryError, run_history
 from tests.simulation.many import run_chunk, summary, total
 from tests.simulation.scenario import ADAPTER_FAULT_KINDS, FAULT_KINDS, LANE_FAULT_KINDS, RECORDED_EVERY
-from tests.simulation.seeded_bugs import NUM_SEARCHED, SEEDED_BUGS, SeededBug, seeded
 
 NUM_CHECKED = 150
 _RARE = 254

@@ -9,9 +9,9 @@ import pytest
 from cadenza_common.plan.plan import AdmittedSequence, BlockMoves, StepPlan
 from tests.helpers.scheduler.changing_executor import MODEL
 from tests.simulation.catalogue import KnownTokens, catalogue
+from tests.simulation.executor.plan_runner import PlanRunner
+from tests.simulation.executor.pools import PlanError
 from tests.simulation.history import run_history
-from tests.simulation.plan_runner import PlanRunner
-from tests.simulation.pools import PlanError
 from tests.simulation.scenario import draw_scenario
 
 _ONE_RUNNER = ("other numerics", "poison", "failed step", "out of memory")

@@ -6,8 +6,8 @@ import asyncio
 
 from scheduler_svc.engine.fleet.served_executors import CHANGE_AFTER_S
 from scheduler_svc.plan_loop.progress import NUM_FIRST_STEPS
-from tests.simulation.host import Host
-from tests.simulation.lane_checks import MoveWatch, Violation, check_models
+from tests.simulation.checks.lane_checks import MoveWatch, Violation, check_models
+from tests.simulation.executor.host import Host
 from tests.simulation.world import World
 
 HEALTH_S = 2.3

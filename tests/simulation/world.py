@@ -18,10 +18,10 @@ from scheduler_svc.executors.addresses import ExecutorEntries
 from scheduler_svc.executors.discovery import Discovery
 from scheduler_svc.plan_loop.ports import ExecutorPort, ModelDescription
 from scheduler_svc.recording.recording import recorded_core
-from tests.simulation.adapter_checks import TurnWatch
-from tests.simulation.adapting import AdapterFiles
-from tests.simulation.host import Host
-from tests.simulation.lane_checks import HeadWatch, Overlaps, Violation, check_placed
+from tests.simulation.checks.adapter_checks import TurnWatch
+from tests.simulation.checks.lane_checks import HeadWatch, Overlaps, Violation, check_placed
+from tests.simulation.executor.adapting import AdapterFiles
+from tests.simulation.executor.host import Host
 from tests.simulation.loop import LoopClock, VirtualLoop
 from tests.simulation.scenario import KERNELS, Scenario
 

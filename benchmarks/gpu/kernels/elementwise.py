@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.cases import Bench, Case, Group, Metrics
-from benchmarks.gpu.kernels.attention_launch import Sizes, kernels_of
+from benchmarks.gpu.kernels.attention.attention_launch import Sizes, kernels_of
 from executor_svc.device.kernels import HeadNorms, Rope
 
 _EPS = 1e-5

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics
-from benchmarks.gpu.kernels.attention import TINY, flops
-from benchmarks.gpu.kernels.attention_launch import Sizes, exact_kernels_of, kernels_of, launch, make_inputs
+from benchmarks.gpu.kernels.attention.attention import TINY, flops
+from benchmarks.gpu.kernels.attention.attention_launch import Sizes, exact_kernels_of, kernels_of, launch, make_inputs
 
 if TYPE_CHECKING:
     from executor_svc.gpu.exact.products import ExactProducts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics
-from benchmarks.gpu.kernels.attention_launch import arch_and_sms
+from benchmarks.gpu.kernels.attention.attention_launch import arch_and_sms
 from benchmarks.gpu.kernels.linears import format_of, random_block
 
 if TYPE_CHECKING:

@@ -17,14 +17,10 @@ from benchmarks.gpu import environment
 from benchmarks.gpu.cases import Case, Ceilings, Group, Metrics, Outcome
 from benchmarks.gpu.environment import Output, header
 from benchmarks.gpu.kernels import (
-    attention,
-    attention_tuning,
     ceilings,
     elementwise,
     exact,
     experts,
-    flashinfer,
-    latents,
     linears,
     lora,
     recurrences,
@@ -32,6 +28,7 @@ from benchmarks.gpu.kernels import (
     steps,
     swaps,
 )
+from benchmarks.gpu.kernels.attention import attention, attention_tuning, flashinfer, latents
 from benchmarks.gpu.kernels.ceilings import GROUP as CEILINGS
 from benchmarks.gpu.kernels.ceilings import ceilings_of
 from benchmarks.gpu.kernels.group_process import GroupProcess, outcomes

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics
-from benchmarks.gpu.kernels.attention import bandwidth
-from benchmarks.gpu.kernels.attention_launch import arch_and_sms
+from benchmarks.gpu.kernels.attention.attention import bandwidth
+from benchmarks.gpu.kernels.attention.attention_launch import arch_and_sms
 
 if TYPE_CHECKING:
     from executor_svc.device.states import StateMemory, StateOperations

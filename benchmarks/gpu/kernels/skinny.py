@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cases import Bench, Case, Goal, Group, Metrics
-from benchmarks.gpu.kernels.attention_launch import arch_and_sms
+from benchmarks.gpu.kernels.attention.attention_launch import arch_and_sms
 
 if TYPE_CHECKING:
     from executor_svc.gpu.kernels.skinny.tiles import SkinnyPlan

@@ -3,7 +3,7 @@ import { call } from "./api.js";
 import { Blocks } from "./blocks.js";
 import { onTheme } from "./colours.js";
 import { Schedule } from "./schedule.js";
-import { number, word } from "./words.js";
+import { memoryWords, number, word } from "./words.js";
 
 const OPEN_AT_FIRST = 2;
 
@@ -34,6 +34,7 @@ class Lane {
     blocks.tabIndex = 0;
     this.blocks = new Blocks(blocks, make("p", "under", this.panel), this.schedule);
     this.blocks.onCursor = () => this.touch();
+    this.memory = make("p", "under memory", this.panel);
     this.panel.addEventListener("toggle", () => this.touch());
     new ResizeObserver(() => this.touch()).observe(this.panel);
   }
@@ -93,6 +94,8 @@ class Lane {
       const facts = word(this.info.windows ? "facts_pages" : "facts", ...[running, slots, used_blocks, blocks, cached_blocks, output_tokens].map(number));
       if (!this.button.disabled) this.facts.textContent = `${device} · ${facts}`;
     }
+    this.memory.hidden = !this.info?.memory; // on a CPU
+    this.memory.textContent = this.info?.memory ? memoryWords(this.info.memory) : "";
     const hidden = this.schedule.hidden;
     this.hidden.hidden = !hidden;
     this.hidden.textContent = hidden ? word("hidden", number(hidden)) : "";

@@ -77,6 +77,12 @@ const WORDS = {
   and_shared: ["{0}; held by {1} and {2} more", "{0}；由 {1} 和另外 {2} 个占用"],
   and_cached: ["{0}; cached, held by nobody", "{0}；已缓存，无人占用"],
   unknown: ["a request from before this page was opened", "打开页面之前的请求"],
+  memory: ["of its GPU: {0}", "GPU 显存：{0}"],
+  memory_part: ["{0} {1} ({2} computed)", "{0} {1}（事先算得 {2}）"],
+  weights: ["weights", "权重"],
+  "drafts and adapters": ["drafts and adapters", "草稿与适配器"],
+  "KV blocks": ["KV blocks", "KV 块"],
+  "steps and graphs": ["steps and graphs", "步骤与图"],
   tokens_chart: ["Tokens per second", "每秒 token"],
   output: ["output", "输出"],
   prompts: ["prompt", "提示"],
@@ -143,4 +149,21 @@ export function number(value) {
   if (value === null || value === undefined) return "–";
   const digits = Math.abs(value) >= 100 || Number.isInteger(value) ? 0 : Math.abs(value) >= 10 ? 1 : 2;
   return value.toLocaleString(language === "zh" ? "zh-CN" : "en-US", { maximumFractionDigits: digits });
+}
+
+/** Bytes in binary units, from KiB on, as `cadenza top` has them. */
+export function size(bytes) {
+  const units = ["KiB", "MiB", "GiB", "TiB"];
+  let value = Math.abs(bytes) / 1024;
+  while (value >= 1024 && units.length > 1) {
+    value /= 1024;
+    units.shift();
+  }
+  return `${bytes < 0 ? "-" : ""}${value.toFixed(1)} ${units[0]}`;
+}
+
+/** What an executor takes of a GPU's memory, part by part: as measured, and as computed before. */
+export function memoryWords(parts) {
+  const told = parts.map(([name, computed, measured]) => word("memory_part", word(name), size(measured), size(computed)));
+  return word("memory", told.join(" · "));
 }

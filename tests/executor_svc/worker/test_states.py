@@ -19,7 +19,7 @@ from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import NUM_THREADS, Model
 from tests.helpers.executor.known_drafts import KnownDrafts
 from tests.helpers.executor.plans import columns, ints, plan, scheduled, sequence
-from tests.simulation.seeded_bugs import SeededBug, seeded
+from tests.simulation.bugs.seeded_bugs import SeededBug, seeded
 
 VOCAB, BLOCK, TOKENS = 131, 8, [(7 * at + 3) % 131 for at in range(40)]
 STEPS = 6

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cadenza.info import DeviceMemory
 from cadenza.steps.cells import Cell
 from cadenza.v1 import admin_pb2 as pb
 from gateway_svc.page.blocks import CACHED, FREE, BlockMap
@@ -189,6 +190,13 @@ def test_a_lost_executor_holds_nothing_and_one_without_requests_neither():
     assert states(board.take()["lanes"][0]["blocks"]) == {5: (CACHED, 0), 6: (FREE, 0)}
     state = board.look(server(4.0))
     assert (state["executors"], board.snapshot()["lanes"]) == ([], {})
+
+
+def test_the_memory_of_a_gpu_comes_with_the_state_of_its_executor():
+    parts = (DeviceMemory("weights", 15 << 30, 16 << 30), DeviceMemory("drafts and adapters", 0, -(1 << 20)))
+    on_cpu, on_gpu = Board().look(server(1.0, executor(0), replace(executor(1), memory=parts)))["executors"]
+    assert "memory" not in on_cpu
+    assert on_gpu["memory"] == [["weights", 15 << 30, 16 << 30], ["drafts and adapters", 0, -(1 << 20)]]
 
 
 def test_records_planned_before_an_end_was_known_change_nothing():

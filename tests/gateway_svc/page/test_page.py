@@ -248,6 +248,7 @@ async def test_pages_share_a_watch_that_ends_with_the_last_one(w, p):
             assert row[3] == answer["usage"]["prompt_tokens"]
         state = await until(first, lambda event: event["type"] == "state" and "point" in event)
         assert state["executors"][0]["state"] == "serving"
+        assert state["executors"][0]["memory"] == [["weights", 7, 9], ["steps", 0, -2]], "as its executor says"
         assert len(recorder.watches) == 1
         async with opened(p) as late:
             snapshot = await anext(late)

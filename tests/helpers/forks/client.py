@@ -33,6 +33,8 @@ _channel: socket.socket | None = None
 _process: subprocess.Popen[bytes] | None = None
 _at_start: dict[str, str] = {}
 """What the server's interpreter has read of its environment."""
+_kept: dict[str, str] = {}
+"""What a new interpreter would have read of this process's environment before the first test."""
 is_on = True
 """Off: all processes are new interpreters."""
 
@@ -44,6 +46,24 @@ def end() -> None:
         _channel.close()
         _channel = None
         _process.wait()
+
+
+def keep_variables() -> None:
+    """Note this process's variables, as `check_variables` wants them."""
+    global _kept
+    _kept = _read_at_start(os.environ)
+
+
+def check_variables() -> None:
+    """Raise AssertionError if variables that a new interpreter would read are not those kept, and put them back."""
+    now = _read_at_start(os.environ)
+    if now == _kept:
+        return
+    changed = {name: now.get(name) for name in now.keys() | _kept.keys() if now.get(name) != _kept.get(name)}
+    for name in changed:
+        os.environ.pop(name, None)
+    os.environ.update({name: _kept[name] for name in changed.keys() & _kept.keys()})
+    raise AssertionError(f"the test has left variables behind: {changed}; services of later tests would be no forks")
 
 
 def use(channel: socket.socket | None) -> None:

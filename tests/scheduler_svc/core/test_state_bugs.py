@@ -10,8 +10,8 @@ from cadenza_common.plan.errors import InvalidPlan
 from scheduler_svc.core.errors import InvariantError
 from tests.scheduler_svc.core import test_state_beams as beams
 from tests.scheduler_svc.core import test_states as tests
-from tests.simulation.seeded_bugs import SeededBug, seeded
-from tests.simulation.state_bugs import WAYS
+from tests.simulation.bugs.seeded_bugs import SeededBug, seeded
+from tests.simulation.bugs.state_bugs import WAYS
 
 _FULL = tests.GROUPS["full"]
 _FOUND_BY: dict[str, Callable[[], None]] = {

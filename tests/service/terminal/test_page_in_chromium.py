@@ -5,6 +5,7 @@ CADENZA_PICTURES=docs/figures keeps the pictures that it makes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -16,8 +17,12 @@ from typing import Any
 import pytest
 
 from cadenza import Client, LocalServices, SamplingParams
+from cadenza.v1.types_pb2 import MemoryPart
+from tests.helpers.gateway.gateway import gateway
 from tests.helpers.machine.node_packages import need_node, with_packages
 from tests.helpers.paths import ROOT
+from tests.helpers.scheduler.scheduler_world import world
+from tests.helpers.scheduler.scripted_executor import ScriptedExecutor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -131,6 +136,29 @@ def test_windows_states_and_snapshots_are_drawn(browser: str, driver: Path, tmp_
         ": snapshot of",
     ):
         assert words in told, found["words"]
+
+
+async def test_the_memory_of_a_gpu_is_shown_by_parts_as_measured_and_as_computed(browser: str, driver: Path) -> None:
+    memory = (
+        MemoryPart(name="weights", computed_bytes=15 << 30, measured_bytes=16 << 30),
+        MemoryPart(name="drafts and adapters", measured_bytes=-(3 << 19)),
+        MemoryPart(name="of another release", computed_bytes=512, measured_bytes=1 << 40),
+    )
+    async with world(ScriptedExecutor(memory=memory)) as w, gateway(w.target, page=True) as g:
+        command = ["node", "memory.js", browser, f"http://{g.address}/"]
+        looking = await asyncio.create_subprocess_exec(*command, cwd=driver, stdout=subprocess.PIPE)
+        found = json.loads((await looking.communicate())[0])
+    assert found == {
+        "english": [
+            "of its GPU: weights 16.0 GiB (15.0 GiB computed) · drafts and adapters -1.5 MiB (0.0 KiB computed) · "
+            "of another release 1.0 TiB (0.5 KiB computed)"
+        ],
+        "chinese": [
+            "GPU 显存：权重 16.0 GiB（事先算得 15.0 GiB） · 草稿与适配器 -1.5 MiB（事先算得 0.0 KiB） · "
+            "of another release 1.0 TiB（事先算得 0.5 KiB）"
+        ],
+        "problems": [],
+    }
 
 
 def test_nothing_fails_in_the_page_and_it_asks_nobody_else(seen: dict[str, Any]) -> None:

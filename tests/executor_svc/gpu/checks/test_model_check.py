@@ -29,7 +29,7 @@ from tests.executor_svc.gpu.checks.checked import (
     refused,
     scaled,
 )
-from tests.executor_svc.gpu.test_families import tokens_of
+from tests.executor_svc.gpu.runner.test_families import tokens_of
 from tests.helpers.marks import short_and_long
 from tests.helpers.models.quantized_layouts import quantize_checkpoint
 

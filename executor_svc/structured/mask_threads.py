@@ -26,7 +26,7 @@ SLOW_S = 0.002
 """A sequence whose last work took longer has a thread of its own for the next."""
 
 
-class Work(Protocol):
+class MaskWork(Protocol):
     """A part of a state's work."""
 
     def done(self) -> bool:
@@ -54,7 +54,7 @@ class _Batch:
             self.done.set_result(None)
 
 
-class _Share:
+class _BatchPart:
     """The part of one state in a batch. Who waits for it waits for the batch: a future for each takes too long."""
 
     __slots__ = ("_is_done", "batch", "state", "tokens")
@@ -81,7 +81,7 @@ class MaskThreads:
     """Runs the work of states, a part at a time for each."""
 
     def __init__(self, num_slots: int, num_shared: int = 1) -> None:
-        """num_slots: how many sequences may have slow work at once. Work of a freed slot goes on for a while.
+        """num_slots: how many sequences may have slow work at once. MaskWork of a freed slot goes on for a while.
 
         num_shared: threads that many sequences share, one for each lexer of a grammar.
         """
@@ -90,7 +90,7 @@ class MaskThreads:
         self._walking = ThreadPoolExecutor(2 * num_slots, thread_name_prefix="walks", initializer=yield_to_others)
         # A thread inherits its starter's priority. This one must not inherit the priority of a compiling thread.
         self._shared = [_SharedThread(deque()) for _ in range(num_shared)]
-        self._lines: dict[Compiled, deque[_Share]] = {}
+        self._lines: dict[Compiled, deque[_BatchPart]] = {}
         """What waits for lexers that others have."""
         self._lines_lock = threading.Lock()
 
@@ -118,20 +118,20 @@ class MaskThreads:
             )
         return done
 
-    def take_each(self, taken: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[Work]:
+    def take_each(self, taken: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[MaskWork]:
         """Let each state take its next tokens, as `run` of `GrammarState.take`, for less: there is one future for all
         that a shared thread does.
         """
         self.relieve()
-        found = list[Work]()
-        batches: list[list[_Share]] = [[] for _ in self._shared]
+        found = list[MaskWork]()
+        batches: list[list[_BatchPart]] = [[] for _ in self._shared]
         for state, tokens in taken:
             if state.last_s > SLOW_S:
                 done: Future[None] = Future()
                 self._start(state, partial(state.take, tokens), done, is_slow=True)
                 found.append(done)
             else:
-                share = _Share(state, tokens)
+                share = _BatchPart(state, tokens)
                 batches[state.lexer % len(batches)].append(share)
                 found.append(share)
         for shared, shares in zip(self._shared, batches, strict=True):
@@ -171,7 +171,7 @@ class MaskThreads:
         else:
             self._run(state, work, done)
 
-    def _take_quickly(self, share: _Share) -> None:
+    def _take_quickly(self, share: _BatchPart) -> None:
         lexer = share.state.compiled
         if lexer is None or not lexer.lock.locked():
             self._take(share)
@@ -195,7 +195,7 @@ class MaskThreads:
                 share = line.popleft()
             self._take(share)
 
-    def _take(self, share: _Share) -> None:
+    def _take(self, share: _BatchPart) -> None:
         share.state.take(share.tokens)
         if share.state.must_walk:
             walked: Future[None] = Future()

@@ -23,7 +23,7 @@ from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.sampling.masks import RowMasks, Words, num_mask_words
 from executor_svc.structured.compiler import Compiler
-from executor_svc.structured.mask_threads import MaskThreads, Work
+from executor_svc.structured.mask_threads import MaskThreads, MaskWork
 from executor_svc.structured.matcher import GrammarState
 
 _SHORT_OUTPUT = 64
@@ -41,7 +41,7 @@ class _Slot:
     """The grammar of one slot, and the work of a thread on it."""
 
     state: GrammarState
-    work: Work
+    work: MaskWork
     was_late: bool = False
     """Whether a step has waited for this work in vain."""
 
@@ -258,7 +258,7 @@ class SlotGrammars:
         return [slot for slot in slots if not self._slots[slot].work.done()]
 
 
-def _wait_for(work: Work, seconds: float) -> None:
+def _wait_for(work: MaskWork, seconds: float) -> None:
     """Wait until a part of the work is done, for so long at most."""
     with suppress(TimeoutError):
         work.result(seconds)

@@ -16,7 +16,7 @@ from cadenza_common.grammar.compiling import GrammarError, to_grammar
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.grammar.table import TableSource, table_source
 from executor_svc.structured.compiler import Compiled, Compiler
-from executor_svc.structured.mask_threads import SLOW_S, MaskThreads, Work
+from executor_svc.structured.mask_threads import SLOW_S, MaskThreads, MaskWork
 from executor_svc.structured.matcher import GrammarState
 from tests.helpers.paths import ROOT
 
@@ -125,7 +125,7 @@ def test_a_mask_that_is_slow_unawares_delays_no_others(source: TableSource, is_p
         masks.append(threading.current_thread().name)
         made.release()
 
-    slow = list[Work]()
+    slow = list[MaskWork]()
     for wait in waits:
         entered = threading.Event()
         held = Working(source, lambda wait=wait, entered=entered: (entered.set(), wait.wait(20)))  # type: ignore[misc]

@@ -81,7 +81,7 @@ class MaskThreads:
     """Runs the work of states, a part at a time for each."""
 
     def __init__(self, num_slots: int, num_shared: int = 1) -> None:
-        """num_slots: how many sequences may have slow work at once. MaskWork of a freed slot goes on for a while.
+        """num_slots: how many sequences may have slow work at once. Work of a freed slot goes on for a while.
 
         num_shared: threads that many sequences share, one for each lexer of a grammar.
         """

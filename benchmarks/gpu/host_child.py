@@ -38,8 +38,8 @@ _warm_up, _stubbed, _plans = (
 ints, plan, scheduled, sequence = (getattr(_plans, name) for name in ("ints", "plan", "scheduled", "sequence"))
 
 _WARM = 30
-_PROMPT = 16
-_BLOCKS = 40
+PROMPT = 16
+BLOCKS = 40
 """Of each sequence: the same ones, as nothing is computed."""
 _NUMBER = torch.zeros(1, 1, dtype=torch.bfloat16)
 _FEATURES: dict[str, Any] = {
@@ -72,10 +72,10 @@ class Steps:
             del parameters["num_logprobs"]
         for slot in range(num_seqs):
             sampling = SequenceSampling(**parameters | {"seed": slot})
-            self._run(admitted=(self._sequence(slot, sampling),), scheduled=scheduled((slot, _PROMPT, True)))
+            self._run(admitted=(self._sequence(slot, sampling),), scheduled=scheduled((slot, PROMPT, True)))
 
     def _sequence(self, slot: int, sampling: SequenceSampling) -> Any:
-        return sequence(slot, [5] * _PROMPT, list(range(_BLOCKS)), sampling=sampling)
+        return sequence(slot, [5] * PROMPT, list(range(BLOCKS)), sampling=sampling)
 
     def _launch(self, **fields: Any) -> Any:
         self._step_id += 1
@@ -90,7 +90,7 @@ class Steps:
             return {"decode_ready": True}
         slot, count = self._num_seqs, self._num_prompt
         released, self._had_prompt = ints(slot) if self._had_prompt else ints(), True
-        prompt = sequence(slot, [5] * count, list(range(_BLOCKS)))
+        prompt = sequence(slot, [5] * count, list(range(BLOCKS)))
         work = scheduled((slot, count, True))
         return {"released_slots": released, "admitted": (prompt,), "scheduled": work, "decode_ready": True}
 
@@ -126,28 +126,37 @@ def _multiply_nothing(linear: PlainLinear, x: Tensor, out: Tensor | None = None,
     return out
 
 
-def main(stub_folder: str, checkpoint: str, kind: str, num_seqs: int, num_prompt: int, graphs: int, count: int) -> None:
-    """Print the metrics of one case; the stub is found by the environment.
+def stubbed_executor(
+    patch: pytest.MonkeyPatch, stub_folder: str, checkpoint: str, *, graphs: bool, num_seqs: int, **options: Any
+) -> tuple[GpuStepExecutor, Any]:
+    """Return an executor on the stub, which is found by the environment, and the stub.
 
-    graphs: 1 if steps with prompts have some, as of small models and few tokens.
+    graphs: whether steps with prompts have some, as of small models and few tokens. num_seqs: that decode at once.
+    options: as of `test_warm_up.started`.
     """
     stub = ctypes.CDLL(str(Path(stub_folder, _stubbed.LIBRARY)), mode=ctypes.RTLD_GLOBAL)
     driver.set_active(_stubbed.StubbedDriver())
     watch_launches()
+    # Tensors lie where they would lie for the interpreter.
+    patch.setattr(executors, "is_interpreted", lambda: True)
+    patch.setattr(gpu_device, "is_interpreted", lambda: True)
+    patch.setattr(_warm_up, "CapturedReplayer", NoReplayer)
+    patch.setattr(PlainLinear, "__call__", _multiply_nothing)
+    patch.setattr(gpu_runner, "are_watched", lambda _: True)
+    if not graphs:
+        patch.setattr(gpu_graphs, "_MAX_OPERATIONS", 0)
+    executor: GpuStepExecutor = _warm_up.started(
+        Path(checkpoint), patch, dtype="bfloat16", block_size=16, max_num_seqs=num_seqs + 2,
+        max_num_batched_tokens=1024, max_model_len=16 * BLOCKS, num_gpu_blocks=2 * BLOCKS,
+        num_cpu_blocks=4, **options,
+    )  # fmt: skip
+    return executor, stub
+
+
+def main(stub_folder: str, checkpoint: str, kind: str, num_seqs: int, num_prompt: int, graphs: int, count: int) -> None:
+    """Print the metrics of one case; graphs: 1 if steps with prompts have some."""
     with pytest.MonkeyPatch.context() as patch:
-        # Tensors lie where they would lie for the interpreter.
-        patch.setattr(executors, "is_interpreted", lambda: True)
-        patch.setattr(gpu_device, "is_interpreted", lambda: True)
-        patch.setattr(_warm_up, "CapturedReplayer", NoReplayer)
-        patch.setattr(PlainLinear, "__call__", _multiply_nothing)
-        patch.setattr(gpu_runner, "are_watched", lambda _: True)
-        if not graphs:
-            patch.setattr(gpu_graphs, "_MAX_OPERATIONS", 0)
-        executor = _warm_up.started(
-            Path(checkpoint), patch, dtype="bfloat16", block_size=16, max_num_seqs=num_seqs + 2,
-            max_num_batched_tokens=1024, max_model_len=16 * _BLOCKS, num_gpu_blocks=2 * _BLOCKS,
-            num_cpu_blocks=4,
-        )  # fmt: skip
+        executor, stub = stubbed_executor(patch, stub_folder, checkpoint, graphs=bool(graphs), num_seqs=num_seqs)
         found = Steps(executor, stub, num_seqs, kind, num_prompt).timed(count)
     print(json.dumps(found))
 

@@ -110,6 +110,8 @@ class Compiler:
         """
         self._source = source
         self.num_lexers = num_lexers
+        self.eos_bits = [(eos // 32, np.uint32(1 << eos % 32)) for eos in source.eos_token_ids]
+        """The word of a mask, and the bit in it, of each id that ends an output."""
         self._table: Any = None
         self._table_lock = threading.Lock()
         self._lock = threading.Lock()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -50,6 +51,11 @@ class StepMasks:
     candidates: IntArray
     """Rows that report candidates."""
 
+    @property
+    def any_errors(self) -> bool:
+        """Whether `DeviceMasks.mark` has anything to do."""
+        return bool(self.rows.late.any() or self.rows.failed.any())
+
     def of_host_rows(self, rows: IntArray) -> RowMasks:
         """Return the masks of the rows, ascending, whose tokens the host chooses."""
         return self.rows.take(rows)
@@ -76,6 +82,7 @@ class DeviceMasks:
         self._none: BoolArray = np.zeros(num_slots, np.bool_)
         self._all = np.arange(num_slots)
         self._allowed_bits, self._num_computed, self._send = allowed_bits, num_computed, send
+        self._staged: Tensor | None = None
         self._own: dict[int, Words] = {}
         """By slot: its own allowed tokens, where it has a list of them."""
 
@@ -134,22 +141,36 @@ class DeviceMasks:
         plain = replace(scheduled, num_drafts=None, drafted=None)
         if is_late is None:
             self._grammars.wait_while(plain, model.is_running)
-        masks = self._grammars.masks(plain, model.elapsed_ns(), is_late)
+        staged = self._staged_bits()
+        masks = self._grammars.masks(plain, model.elapsed_ns(), is_late, staged.numpy().view(np.uint32))
         if masks is None:
             return None
         (rows,) = (self._grammars.have(scheduled.sampling_slots) & ~masks.late & ~masks.failed).nonzero()
         if len(rows):
-            # Where the constraint has not begun there is no mask, and all tokens are allowed.
-            bits = np.full((len(rows), masks.bits.shape[1]), 2**32 - 1, np.uint32)
-            bits[np.searchsorted(rows, masks.rows)] = masks.bits
-            for index, row in enumerate(rows.tolist()):
-                own = self._own.get(int(scheduled.sampling_slots[row]))
-                if own is not None:
-                    bits[index] &= own
-            self._allowed_bits.index_copy_(
-                0, self._send(scheduled.sampling_slots[rows]), self._send(bits.view(np.int32))
-            )
+            slots = scheduled.sampling_slots[rows]
+            self._complete(masks, rows, slots, staged[: len(rows)].numpy().view(np.uint32))
+            there = staged[: len(rows)].to(self._allowed_bits.device, non_blocking=True)
+            self._allowed_bits.index_copy_(0, self._send(slots), there)
         return StepMasks(masks, scheduled.sampling_slots, scheduled.candidates)
+
+    def _staged_bits(self) -> Tensor:
+        """Return [num_slots, words] int32, pinned: free again when all earlier steps are settled."""
+        if self._staged is None:
+            self._staged = torch.empty(
+                self._allowed_bits.shape, dtype=torch.int32, pin_memory=self._allowed_bits.device.type == "cuda"
+            )
+        return self._staged
+
+    def _complete(self, masks: RowMasks, rows: IntArray, slots: IntArray, bits: Words) -> None:
+        """Let bits [n, words], which hold those of the masks, hold what rows [n] of these slots may choose."""
+        if len(masks.rows) < len(rows):
+            # Where the constraint has not begun there is no mask, and all tokens are allowed.
+            made = masks.bits.copy()
+            bits[:] = 2**32 - 1
+            bits[np.searchsorted(rows, masks.rows)] = made
+        for index, slot in enumerate(slots.tolist() if self._own else ()):
+            if (own := self._own.get(slot)) is not None:
+                bits[index] &= own
 
     def mark(self, masks: StepMasks, errors: Tensor) -> None:
         """Enqueue the errors of late rows and of rows whose grammar has failed, before the step commits.

@@ -10,11 +10,13 @@ of their own, see `compile_turns`.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Protocol
 
 from executor_svc.structured.compile_turns import with_large_stack, yield_to_others
 from executor_svc.structured.compiler import Compiled
@@ -22,6 +24,57 @@ from executor_svc.structured.matcher import GrammarState
 
 SLOW_S = 0.002
 """A sequence whose last work took longer has a thread of its own for the next."""
+
+
+class MaskWork(Protocol):
+    """A part of a state's work."""
+
+    def done(self) -> bool:
+        """Whether it is done."""
+        ...
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until it is done, or raise TimeoutError after so many seconds."""
+        ...
+
+
+class _Batch:
+    """What a shared thread is given at once."""
+
+    def __init__(self, num_shares: int) -> None:
+        self.done: Future[None] = Future()
+        self._num_left, self._lock = num_shares, threading.Lock()
+
+    def end_one(self) -> None:
+        """Note that a share of it is done."""
+        with self._lock:
+            self._num_left -= 1
+            is_last = not self._num_left
+        if is_last:
+            self.done.set_result(None)
+
+
+class _BatchPart:
+    """The part of one state in a batch. Who waits for it waits for the batch: a future for each takes too long."""
+
+    __slots__ = ("_is_done", "batch", "state", "tokens")
+
+    def __init__(self, state: GrammarState, tokens: Sequence[int]) -> None:
+        self.state, self.tokens = state, tokens
+        self.batch: _Batch
+        self._is_done = False
+
+    def end(self) -> None:
+        """Note that it is done."""
+        self._is_done = True
+        self.batch.end_one()
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def result(self, timeout: float | None = None) -> None:
+        if not self._is_done:
+            self.batch.done.result(timeout)
 
 
 class MaskThreads:
@@ -37,6 +90,9 @@ class MaskThreads:
         self._walking = ThreadPoolExecutor(2 * num_slots, thread_name_prefix="walks", initializer=yield_to_others)
         # A thread inherits its starter's priority. This one must not inherit the priority of a compiling thread.
         self._shared = [_SharedThread(deque()) for _ in range(num_shared)]
+        self._lines: dict[Compiled, deque[_BatchPart]] = {}
+        """What waits for lexers that others have."""
+        self._lines_lock = threading.Lock()
 
     def run(
         self,
@@ -62,21 +118,28 @@ class MaskThreads:
             )
         return done
 
-    def run_each(self, parts: Sequence[tuple[GrammarState, Callable[[], None]]]) -> list[Future[None]]:
-        """As `run` of each part, for less: what is quick is given to the thread at once."""
+    def take_each(self, taken: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[MaskWork]:
+        """Let each state take its next tokens, as `run` of `GrammarState.take`, for less: there is one future for all
+        that a shared thread does.
+        """
         self.relieve()
-        found = []
-        quick: list[list[Callable[[], None]]] = [[] for _ in self._shared]
-        for state, work in parts:
-            done: Future[None] = Future()
-            found.append(done)
+        found = list[MaskWork]()
+        batches: list[list[_BatchPart]] = [[] for _ in self._shared]
+        for state, tokens in taken:
             if state.last_s > SLOW_S:
-                self._start(state, work, done, is_slow=True)
+                done: Future[None] = Future()
+                self._start(state, partial(state.take, tokens), done, is_slow=True)
+                found.append(done)
             else:
-                quick[state.lexer % len(quick)].append(partial(self._run_quickly, state, work, done))
-        for shared, own in zip(self._shared, quick, strict=True):
-            if own:
-                shared.parts.extend(own)
+                share = _BatchPart(state, tokens)
+                batches[state.lexer % len(batches)].append(share)
+                found.append(share)
+        for shared, shares in zip(self._shared, batches, strict=True):
+            if shares:
+                batch = _Batch(len(shares))
+                for each in shares:
+                    each.batch = batch
+                shared.parts.extend([partial(self._take_quickly, each) for each in shares])
                 shared.go_on()
         return found
 
@@ -107,6 +170,39 @@ class MaskThreads:
             with_large_stack(lambda: self._own.submit(self._run, state, work, done))
         else:
             self._run(state, work, done)
+
+    def _take_quickly(self, share: _BatchPart) -> None:
+        lexer = share.state.compiled
+        if lexer is None or not lexer.lock.locked():
+            self._take(share)
+            return
+        # As in `_run_quickly`, but on one thread for all that wait for a lexer: many would fight for it.
+        with self._lines_lock:
+            if (line := self._lines.get(lexer)) is not None:
+                line.append(share)
+                return
+            self._lines[lexer] = deque([share])
+        with_large_stack(lambda: self._own.submit(self._serve, lexer))
+
+    def _serve(self, lexer: Compiled) -> None:
+        """Do what waits for a lexer, until nothing does."""
+        while True:
+            with self._lines_lock:
+                line = self._lines[lexer]
+                if not line:
+                    del self._lines[lexer]
+                    return
+                share = line.popleft()
+            self._take(share)
+
+    def _take(self, share: _BatchPart) -> None:
+        share.state.take(share.tokens)
+        if share.state.must_walk:
+            walked: Future[None] = Future()
+            walked.add_done_callback(lambda _: share.end())
+            with_large_stack(lambda: self._walking.submit(self._walk, share.state, walked))
+        else:
+            share.end()
 
     def _run(self, state: GrammarState, work: Callable[[], None], done: Future[None]) -> None:
         work()

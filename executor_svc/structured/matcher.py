@@ -42,14 +42,17 @@ class GrammarState:
         self.num_masks = 0
         """Masks in `bits`: of the next token, and of those behind drafts."""
         self.bits: Words = np.zeros((1 + max_drafts, num_mask_words(compiler.source.vocab_size)), np.uint32)
+        # To ask an array for its address takes longer than most masks.
+        self._address, self._row_bytes = self.bits.ctypes.data, self.bits.strides[0]
         self.tokens: list[int] = []
         """The output so far."""
         self.last_s = 0.0
-        """Seconds that the last part of its work took."""
+        """Seconds of a processor that the last part of its work took."""
         self.is_abandoned = False
         """Whether nobody needs it any more: work on it ends early. Set by the device thread."""
         self._compiler = compiler
         self._eos = compiler.source.eos_token_ids
+        self._eos_bits = compiler.eos_bits
         self._compiled: Compiled | None = None
         self._matcher: Any = None
         self._is_alone = False
@@ -61,6 +64,11 @@ class GrammarState:
     def lexer(self) -> int:
         """The number of the lexer, among those of its grammar; 0 before it has one."""
         return 0 if self._compiled is None else self._compiled.number
+
+    @property
+    def compiled(self) -> Compiled | None:
+        """The grammar and the lexer that it uses; None before it has one."""
+        return self._compiled
 
     @property
     def lexer_is_busy(self) -> bool:
@@ -124,7 +132,8 @@ class GrammarState:
         """Run a part; whatever goes wrong in it is this sequence's error alone."""
         if self.error or self.is_abandoned:
             return
-        began = time.perf_counter()
+        # Of the processor: who waits for a lexer, or for the interpreter, is not slow.
+        began = time.thread_time()
         try:
             work()
         except BaseException as error:  # llguidance's panics are no Exceptions
@@ -132,7 +141,7 @@ class GrammarState:
                 self.error = short(str(error)) or type(error).__name__
             else:
                 self.must_walk = True
-        self.last_s = time.perf_counter() - began
+        self.last_s = time.thread_time() - began
 
     def _begin(self, compiled: Future[Compiled]) -> None:
         self._begin_on(compiled.result())
@@ -228,12 +237,12 @@ class GrammarState:
         if matcher.is_stopped() and not matcher.is_error():
             bits[:] = 0
         else:
-            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            matcher.unsafe_compute_mask_ptr(self._address + row * self._row_bytes, self._row_bytes)
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         # The library knows one id that ends an output; a model may have several.
-        for eos in self._eos:
-            bits[eos // 32] &= ~np.uint32(1 << eos % 32)
+        for word, bit in self._eos_bits:
+            bits[word] &= ~bit
         if matcher.is_accepting() and not (self.spec.eos_last_only and bits.any()):
-            for eos in self._eos:
-                bits[eos // 32] |= np.uint32(1 << eos % 32)
+            for word, bit in self._eos_bits:
+                bits[word] |= bit

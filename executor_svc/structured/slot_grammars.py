@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -25,7 +23,7 @@ from executor_svc.batch.step_result import SampledTokens
 from executor_svc.plan.arrays import BoolArray, IntArray
 from executor_svc.sampling.masks import RowMasks, Words, num_mask_words
 from executor_svc.structured.compiler import Compiler
-from executor_svc.structured.mask_threads import MaskThreads
+from executor_svc.structured.mask_threads import MaskThreads, MaskWork
 from executor_svc.structured.matcher import GrammarState
 
 _SHORT_OUTPUT = 64
@@ -43,7 +41,7 @@ class _Slot:
     """The grammar of one slot, and the work of a thread on it."""
 
     state: GrammarState
-    work: Future[None]
+    work: MaskWork
     was_late: bool = False
     """Whether a step has waited for this work in vain."""
 
@@ -165,10 +163,13 @@ class SlotGrammars:
                     self._threads.relieve()
                     _wait_for(work, _POLL_S)
 
-    def masks(self, scheduled: Scheduled, elapsed_ns: int, is_late: IsLate | None) -> RowMasks | None:
+    def masks(
+        self, scheduled: Scheduled, elapsed_ns: int, is_late: IsLate | None, out: Words | None = None
+    ) -> RowMasks | None:
         """Return the masks of scheduled.rows [Q]; None if none has a grammar.
 
-        elapsed_ns: of the step so far. is_late: which rows are late, for a replay.
+        elapsed_ns: of the step so far. is_late: which rows are late, for a replay. out: [Q or more, words], in whose
+        first rows the bits are then.
         """
         rows = scheduled.rows
         if not self._slots or not (has := self._has[rows.slots]).any():
@@ -179,19 +180,19 @@ class SlotGrammars:
         late_slots = self._late(slots, elapsed_ns, all_have, is_late)
         late, failed = np.isin(rows.slots, list(late_slots)), np.zeros(len(rows.slots), np.bool_)
         masked, bits = list[int](), list[Words]()
-        for row in with_grammar[~late[with_grammar]].tolist():
-            state = self._slots[int(rows.slots[row])].state
+        present = with_grammar[~late[with_grammar]]
+        for row, slot in zip(present.tolist(), rows.slots[present].tolist(), strict=True):
+            state = self._slots[slot].state
             ahead = 0 if rows.ahead is None else int(rows.ahead[row])
             failed[row] = bool(state.error) or (state.is_constrained and ahead >= state.num_masks)
-            if ahead < state.num_masks:
+            if ahead < state.num_masks and not failed[row]:
                 masked.append(row)
                 bits.append(state.bits[ahead])
-        return RowMasks(
-            np.array(masked, np.int64),
-            np.stack(bits) if bits else np.zeros((0, self._num_words), np.uint32),
-            late,
-            failed,
-        )
+        if bits:
+            stacked = np.stack(bits, out=None if out is None else out[: len(bits)])
+        else:
+            stacked = np.zeros((0, self._num_words), np.uint32)
+        return RowMasks(np.array(masked, np.int64), stacked, late, failed)
 
     def committed(self, slots: Slots, scheduled: Scheduled, sampled: SampledTokens) -> None:
         """Let threads take the tokens of a step that is committed."""
@@ -211,8 +212,8 @@ class SlotGrammars:
         held = [self._slots[slot] for slot in tokens]
         for each in held:
             each.work.result()  # Its mask was there when it sampled, or gave candidates.
-        parts = [(each.state, partial(each.state.take, next)) for each, next in zip(held, tokens.values(), strict=True)]
-        for each, work in zip(held, self._threads.run_each(parts), strict=True):
+        taken = [(each.state, next) for each, next in zip(held, tokens.values(), strict=True)]
+        for each, work in zip(held, self._threads.take_each(taken), strict=True):
             each.work, each.was_late = work, False
 
     def _run(self, held: _Slot, work: Callable[[], None]) -> None:
@@ -257,7 +258,7 @@ class SlotGrammars:
         return [slot for slot in slots if not self._slots[slot].work.done()]
 
 
-def _wait_for(work: Future[None], seconds: float) -> None:
+def _wait_for(work: MaskWork, seconds: float) -> None:
     """Wait until a part of the work is done, for so long at most."""
     with suppress(TimeoutError):
         work.result(seconds)

@@ -25,6 +25,19 @@ def test_a_greedy_decode_leaves_no_launch_beside_its_graphs(capsys: pytest.Captu
         assert row["host_us"] == pytest.approx(row["settle_us"] + row["launch_us"], rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_masks_are_made_while_a_simulated_model_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every drawn token is in the mask that was sent, or the benchmark fails."""
+    options = ["--cases", "records-8900us-2", "--grammar-vocab", "512", "--steps", "10", "--repeats", "1", "--json"]
+    assert main(["gpu_host", *options]) == 0
+    found = json.loads(capsys.readouterr().out)["medians"]
+    assert found["without_ms"] > 6, "ten results, of which the first may come late"
+    assert found["masks_ms"] > 0
+    assert found["ratio"] == pytest.approx(found["with_ms"] / found["without_ms"], rel=1e-2)
+    assert 0 <= found["hidden_percent"] <= 100
+
+
 def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["gpu_host", "--cases", "greedy-2"])

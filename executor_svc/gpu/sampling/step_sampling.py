@@ -168,7 +168,7 @@ class StepSampling:
         samples, logprobs, on_host = self._ranks.samples, None, None
         if samples:
             logprobs = self.sampler.new_logprobs(inputs, metadata)
-        if samples and (len(metadata.host_rows) or masks is not None):
+        if samples and (len(metadata.host_rows) or (masks is not None and masks.any_errors)):
             on_host = partial(self._choose_on_host, forward.laid_out, metadata.host_rows, inputs, forward.logits, masks)
         candidates = self._rounds.enqueue(sizes, metadata, logprobs, on_host)
         if masks is not None:

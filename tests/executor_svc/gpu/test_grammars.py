@@ -13,6 +13,7 @@ import pytest
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.plan.result import SlotError, StepResult
 from cadenza_common.plan.sampling import SequenceSampling
+from executor_svc.gpu.sampling.rounds import SamplingRounds
 from executor_svc.startup.grammars import find_grammars
 from executor_svc.worker.worker import Launched
 from tests.checkpoints import make_checkpoint
@@ -128,6 +129,22 @@ def test_a_step_is_launched_ahead_of_its_masks(gpu: Model) -> None:
     steps[1].is_done()
     assert not steps[1].waits_for_masks
     assert set(outputs([steps[1].result()])) == {0, 1, 2, 3, 5}
+
+
+def test_the_host_marks_errors_only_where_masks_are_late(gpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All other steps are sampled as a graph would sample them."""
+    marked, enqueue = list[bool](), SamplingRounds.enqueue
+
+    def noted(rounds: SamplingRounds, sizes: Any, metadata: Any, logprobs: Any, on_host: Any) -> Any:
+        marked.append(on_host is not None)
+        return enqueue(rounds, sizes, metadata, logprobs, on_host)
+
+    monkeypatch.setattr(SamplingRounds, "enqueue", noted)
+    both = tuple(sequence(slot, [5, 9], Stepper.blocks(slot), grammar=LETTERS) for slot in range(2))
+    first = {"admitted": both, "scheduled": scheduled((0, 2, True), (1, 2, True))}
+    tokens = outputs(results(gpu, [first, *[{"decode_ready": True}] * 3], late={(2, 1)}))
+    assert marked == [False, True, False, False]
+    assert [len(tokens[slot]) for slot in range(2)] == [4, 3]
 
 
 def test_late_rows_sample_in_the_next_step(cpu: Model, gpu: Model) -> None:

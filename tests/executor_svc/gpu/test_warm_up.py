@@ -31,6 +31,7 @@ from executor_svc.models.adapters.places import AdapterSizes
 from executor_svc.plan.description import limits_of
 from executor_svc.plan.limits import Limits
 from executor_svc.startup.executors import run_trial
+from executor_svc.startup.grammars import Grammars
 from executor_svc.startup.speculation import load_speculative_model, make_draft_source, model_on_gpu
 from tests.checkpoints import make_checkpoint
 from tests.executor_svc.driver import Model
@@ -111,7 +112,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 
 def started(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, adapters: AdapterSizes | None = None, **options: Any
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    adapters: AdapterSizes | None = None,
+    grammars: Grammars | None = None,
+    **options: Any,
 ) -> GpuStepExecutor:
     """What `model_build` makes on a GPU; adapters: with places, and nothing that loads some."""
     sizes = {
@@ -125,10 +130,12 @@ def started(
     monkeypatch.setattr(gpu_runner, "DirectReplayer", CapturedReplayer)
     pools = model.device.new_kv_cache(model.loaded.geometry, config, 0, None if draft is None else draft.layers)
     limits = limits_of(config, model.loaded.geometry, pools)
+    limits = limits if grammars is None else grammars.within(limits)
     drafts = make_draft_source(config, limits, draft, model.device, pools, None)
     executor = GpuStepExecutor(
         model.loaded, model.device, pools, limits, enforce_eager=config.enforce_eager, drafts=drafts,
         draft_model=model_on_gpu(draft, model.device),
+        grammars=None if grammars is None else grammars.of_slots(limits, "cuda"),
     )  # fmt: skip
     run_steps(executor)
     return executor

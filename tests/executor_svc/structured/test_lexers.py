@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from concurrent.futures import wait
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -109,7 +108,7 @@ def test_a_long_output_and_a_failed_lexer_stay_where_they_are(source: TableSourc
     assert not [state.error for state in states if state.error]
 
 
-def test_a_thread_for_each_lexer(source: TableSource) -> None:
+def test_a_thread_for_each_lexer(source: TableSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """What holds up the sequences of one does not hold up those of the other."""
     compiler = Grown(source, 2)
     states = begun(compiler, MANY)
@@ -119,17 +118,29 @@ def test_a_thread_for_each_lexer(source: TableSource) -> None:
     threads, may_go_on = MaskThreads(MANY, 2), threading.Event()
     workers: dict[int, int] = {}
 
-    def note(state: GrammarState) -> None:
+    def take(state: GrammarState, _: Sequence[int]) -> None:
         workers[id(state)] = threading.get_ident()
+        assert state is not first[0] or may_go_on.wait(20)
 
-    def hold() -> None:
-        note(first[0])
-        assert may_go_on.wait(20)
-
-    held = threads.run_each([(first[0], hold)])
-    wait(threads.run_each([(state, partial(note, state)) for state in other]), 20)
+    monkeypatch.setattr(GrammarState, "take", take)
+    held = threads.take_each([(first[0], [1])])
+    for work in threads.take_each([(state, [1]) for state in other]):
+        work.result(20)
     assert not held[0].done()
     may_go_on.set()
-    wait(held, 20)
+    held[0].result(20)
+    assert held[0].done()
     assert len({workers[id(state)] for state in other}) == 1
     assert workers[id(first[0])] != workers[id(other[0])]
+
+
+def test_one_future_for_a_batch(source: TableSource) -> None:
+    """Each part is done for itself, and waited for by it."""
+    states = begun(Compiler(source), 3)
+    allowed = [np.unpackbits(state.bits[0].view(np.uint8), bitorder="little").nonzero()[0] for state in states]
+    works = MaskThreads(MANY).take_each([(state, [int(ids[0])]) for state, ids in zip(states, allowed, strict=True)])
+    for work in works:
+        work.result(20)
+    assert [work.done() for work in works] == [True] * 3
+    assert [len(state.tokens) for state in states] == [1] * 3
+    assert [state.num_masks for state in states] == [1] * 3

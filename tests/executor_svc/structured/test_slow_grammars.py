@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -15,7 +16,7 @@ from cadenza_common.grammar.compiling import GrammarError, to_grammar
 from cadenza_common.grammar.spec import GrammarSpec
 from cadenza_common.grammar.table import TableSource, table_source
 from executor_svc.structured.compiler import Compiled, Compiler
-from executor_svc.structured.mask_threads import SLOW_S, MaskThreads
+from executor_svc.structured.mask_threads import SLOW_S, MaskThreads, MaskWork
 from executor_svc.structured.matcher import GrammarState
 from tests.helpers.paths import ROOT
 
@@ -99,6 +100,17 @@ def test_a_slow_first_mask_has_a_thread_of_its_own(
     assert [each.partition("_")[0] for each in threads] == [name]
 
 
+class Working(GrammarState):
+    """A state whose tokens are work of any kind."""
+
+    def __init__(self, source: TableSource, work: Callable[[], object]) -> None:
+        super().__init__(GrammarSpec("regex", "a+"), Compiler(source), 0)
+        self._work = work
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        self._work()
+
+
 def begun(source: TableSource) -> GrammarState:
     return GrammarState(GrammarSpec("regex", "a+"), Compiler(source), 0)
 
@@ -106,32 +118,29 @@ def begun(source: TableSource) -> GrammarState:
 @pytest.mark.parametrize("is_polled", [False, True])
 def test_a_mask_that_is_slow_unawares_delays_no_others(source: TableSource, is_polled: bool) -> None:
     """As often as that happens: the thread that takes over is relieved like the first."""
-    threads, masks = MaskThreads(4), list[str]()
+    threads, masks, made = MaskThreads(4), list[str](), threading.Semaphore(0)
     waits = [threading.Event() for _ in range(3)]
 
     def mask() -> None:
         masks.append(threading.current_thread().name)
+        made.release()
 
-    slow, quick = [], []
+    slow = list[MaskWork]()
     for wait in waits:
         entered = threading.Event()
-        parts = [
-            (begun(source), lambda wait=wait, entered=entered: (entered.set(), wait.wait(20))),
-            (begun(source), mask),
-        ]
-        found = threads.run_each(parts)  # type: ignore[arg-type]
+        held = Working(source, lambda wait=wait, entered=entered: (entered.set(), wait.wait(20)))  # type: ignore[misc]
+        found = threads.take_each([(held, [1]), (Working(source, mask), [1])])
         slow.append(found[0])
-        quick.append(found[1])
         assert entered.wait(20)
         time.sleep(2 * SLOW_S)
         if is_polled:
             threads.relieve()
-            found[1].result(20)
-    last = threads.run(begun(source), mask)
+            assert made.acquire(timeout=20)
+    threads.run(begun(source), mask)
     time.sleep(2 * SLOW_S)
     threads.relieve()
-    for done in (*quick, last):
-        done.result(20)
+    for _ in range(1 if is_polled else 4):
+        assert made.acquire(timeout=20)
     assert not any(done.done() for done in slow)
     assert {name.partition("_")[0] for name in masks} == {"masks"}
     assert len(masks) == 4
@@ -141,6 +150,35 @@ def test_a_mask_that_is_slow_unawares_delays_no_others(source: TableSource, is_p
         done.result(20)
     threads.run(begun(source), mask).result(20)
     assert len(masks) == 5
+
+
+def test_one_thread_for_all_that_wait_for_a_lexer(source: TableSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with other grammars go on, and to have waited is not to be slow."""
+    compiler, names, take, other = Compiler(source), list[str](), GrammarState.take, threading.Event()
+
+    def noted(state: GrammarState, token_ids: Sequence[int]) -> None:
+        names.append(threading.current_thread().name)
+        take(state, token_ids)
+        if state.spec.text == "b+":
+            other.set()
+
+    monkeypatch.setattr(GrammarState, "take", noted)
+    states = [GrammarState(GrammarSpec("regex", text), compiler, 0) for text in ("a+", "a+", "a+", "b+")]
+    for state in states:
+        state.begin(())
+    ids = [source.table().tokenize_str(text)[0] for text in "aaab"]
+    assert states[0].compiled is not None
+    with states[0].compiled.lock:
+        works = MaskThreads(4).take_each([(state, [token]) for state, token in zip(states, ids, strict=True)])
+        assert other.wait(20)
+        time.sleep(2 * SLOW_S)
+        assert not any(work.done() for work in works[:3])
+    for work in works:
+        work.result(20)
+    assert [name.partition("_")[0] for name in names].count("grammars") == 3
+    assert len(set(names)) == 2
+    assert [state.num_masks for state in states] == [1] * 4
+    assert max(state.last_s for state in states) < SLOW_S
 
 
 def test_what_walks_alone_yields_to_others(source: TableSource) -> None:

@@ -91,6 +91,9 @@ FROM build AS executor-build
 # empty TORCH_INDEX leads. `===` compares the whole version: a +cpu wheel that lies in wheels/ is no CUDA build.
 ARG TORCH_BUILD=+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Of the CUDA build, which requires one version of Triton: that of constraints.txt.
+ARG CUDA_TORCH=2.11.0
+RUN [ -n "$TORCH_BUILD" ] || sed -i "s/^torch==.*/torch==$CUDA_TORCH/" constraints.txt
 RUN torch="torch===$(sed -n 's/^torch==//p' constraints.txt)$TORCH_BUILD" \
  && install="pip --python /opt/cadenza/bin/python install --quiet --no-deps" \
  && { $install --no-index "$torch" 2>/dev/null || $install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"; }

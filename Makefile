@@ -23,6 +23,8 @@ PYTHON ?=
 # Where the CPU build of torch comes from if pip's own --find-links has none. Empty: pip's default index, which
 # on Linux means CUDA and gigabytes.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# PyTorch for CUDA requires one version of Triton: this one requires that of constraints.txt, the Dockerfile too.
+CUDA_TORCH := 2.11.0
 # Extras in each stamp. Named here because a comma inside $(call …) would end the argument.
 RUN_EXTRAS := serve
 DEV_EXTRAS := dev
@@ -47,6 +49,8 @@ DOCS_TESTS := tests/benchmarks tests/cadenza_loadtest/test_comparison.py tests/c
 # What `make check` runs, without those marked slow: one folder for each part of the product, but for the kernels.
 FAST_TESTS := tests/cadenza tests/cadenza_* tests/gateway_svc tests/scheduler_svc tests/executor_svc tests/docs tests/simulation tests/chaos \
   $(addprefix --ignore ,$(DOCS_TESTS)) --ignore tests/executor_svc/cpu --ignore tests/executor_svc/gpu
+# What pip may install; with PyTorch for CUDA a copy, as `install` makes it.
+CONSTRAINTS := $(if $(TORCH_INDEX),constraints.txt,$(VENV)/constraints-cuda.txt)
 # Where `make wheel` puts the wheel.
 DIST ?= dist
 BENCH_ARGS ?=
@@ -215,11 +219,12 @@ $(VENV)/pyvenv.cfg:
 # files that are templates of packages, not Python.
 define install
 echo "installing cadenza[$(1)] into $(VENV): a minute or two the first time"
-$(PIP) install $(PIP_QUIET) --no-compile --no-index --no-deps -c constraints.txt torch 2>/dev/null \
-  || $(PIP) install $(PIP_QUIET) --no-compile --no-deps -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch \
+$(if $(TORCH_INDEX),,sed 's/^torch==.*/torch==$(CUDA_TORCH)/' constraints.txt >$(CONSTRAINTS))
+$(PIP) install $(PIP_QUIET) --no-compile --no-index --no-deps -c $(CONSTRAINTS) torch 2>/dev/null \
+  || $(PIP) install $(PIP_QUIET) --no-compile --no-deps -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch \
   || { echo "no torch for this Python from pip's find-links or '$(TORCH_INDEX)'; set TORCH_INDEX (empty: pip's default index)" >&2; exit 1; }
-$(PIP) install $(PIP_QUIET) --no-compile -c constraints.txt hatchling
-$(PIP) install $(PIP_QUIET) --no-compile --no-build-isolation -c constraints.txt -e '.[$(1)]'
+$(PIP) install $(PIP_QUIET) --no-compile -c $(CONSTRAINTS) hatchling
+$(PIP) install $(PIP_QUIET) --no-compile --no-build-isolation -c $(CONSTRAINTS) -e '.[$(1)]'
 $(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 endef
 

@@ -44,8 +44,11 @@ BLOCKS = 40
 _NUMBER = torch.zeros(1, 1, dtype=torch.bfloat16)
 _FEATURES: dict[str, Any] = {
     "temperature": 0.9, "top_p": 0.8, "top_k": 50, "min_p": 0.01, "frequency_penalty": 0.5, "presence_penalty": 0.1,
-    "repetition_penalty": 1.1, "num_logprobs": 5, "min_tokens": 5,
+    "repetition_penalty": 1.1, "num_logprobs": 5, "min_tokens": 5, "top_n_sigma": 3.0, "stop_token_ids": ints(3),
+    "allowed_token_ids": ints(*range(4, 400)), "bias_token_ids": ints(7, 9), "biases": [0.5, -0.5],
+    "bad_words": (ints(11), ints(5, 12)),
 }  # fmt: skip
+"""All that changes or describes a row's token, but grammars."""
 
 
 class NoReplayer(DirectReplayer):

@@ -38,6 +38,14 @@ _NEVER_RUN = (
     "tests/executor_svc/gpu/models", "tests/executor_svc/gpu/drafts/test_heads.py",
 )  # fmt: skip
 """The same of the rest."""
+_CHANGED_SINCE = (
+    "tests/executor_svc/gpu/kernels/attention/test_attention.py",
+    "tests/executor_svc/gpu/kernels/attention/test_split.py", "tests/executor_svc/gpu/kernels/slots",
+    "tests/executor_svc/gpu/kernels/sampling", "tests/executor_svc/gpu/kernels/test_rope.py",
+    "tests/executor_svc/gpu/kernels/test_activation.py", "tests/executor_svc/gpu/kernels/test_copy_pages.py",
+    "tests/executor_svc/gpu/test_slots.py", "tests/executor_svc/gpu/test_drafts.py",
+)  # fmt: skip
+"""Of kernels that are used by default, and that were changed since a GPU ran them: a first start compares them, too."""
 _FEW_REQUESTS = "--requests", "300", "--only", "finished"
 _SERVED_8B = ("serve", "--shapes", LLAMA_8B.name, "--no-peer")
 
@@ -105,6 +113,10 @@ STEPS = (
     ),
     Step(
         "do tests of kernels that no GPU has run pass?", ("tests", "--files", *_NEVER_RUN), 110, 70, "goal: none fails",
+    ),
+    Step(
+        "do tests of kernels that were changed pass?", ("tests", "--files", *_CHANGED_SINCE), 110, 70,
+        "goal: none fails",
     ),
     Step(
         "prompts by Gluon's kernel, beside Triton's and cuDNN's", ("kernels", "--groups", "prefill"), 115, 70,

@@ -228,6 +228,28 @@ def test_published_goals_are_for_their_own_load(tmp_path: Path, monkeypatch: pyt
     assert stages._goal(replace(run, fp8=False, load=many)) == Goal("tokens_per_s", at_least=16000)
 
 
+@pytest.mark.parametrize(("tokens_per_s", "traced"), [(15000.0, True), (18000.0, False)])
+def test_a_missed_goal_leaves_a_trace(
+    tokens_per_s: float, traced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the first stage alone, too."""
+    monkeypatch.setattr(stages, "about_gpu", lambda: {"gpu": "NVIDIA H200"})
+    monkeypatch.setattr(stages, "_finished", lambda *_: {"tokens_per_s": tokens_per_s})
+
+    def start(run: Run, model: Path, stack: Any, started: list[Any]) -> dict[str, float]:
+        started.append(SimpleNamespace(target=""))
+        return {"start_s": 1.0}
+
+    monkeypatch.setattr(stages, "_start", start)
+    monkeypatch.setattr(stages, "_decode_steps", lambda run, services, *, traced: {"idle_percent": 50.0 * traced})
+    load = part.make_load(parse(["serve", "--fp8", "--equal", "1000", "--requests", "3"]), LLAMA_8B.vocab_size)
+    run = Run(LLAMA_8B, load, "cuda", FAR, Output.of("serve", tmp_path, trial=True), fp8=True)
+    stages.serve_all(run, tmp_path, trial=False, with_peer=False, only_first=True)
+    found = {outcome.case: outcome.metrics for outcome, _ in run.found}
+    assert ("device between steps, torch.profiler" in found) == traced
+    assert found.get("device between steps, torch.profiler", {"idle_percent": 50.0}) == {"idle_percent": 50.0}
+
+
 def test_a_feature_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["serve", "--features", "beams"])

@@ -58,7 +58,9 @@ def _goal(run: Run) -> Goal | None:
 
 
 def serve_all(run: Run, model: Path, trial: bool, with_peer: bool, only_first: bool = False) -> Metrics:
-    """Run all stages, or the first after the start; returns the metrics of the requests that the peer serves too.
+    """Run all stages; returns the metrics of the requests that the peer serves too.
+
+    only_first: the first after the start alone, and a trace of decode steps if its goal is missed.
 
     Raises BenchmarkError if a service died.
     """
@@ -72,18 +74,24 @@ def serve_all(run: Run, model: Path, trial: bool, with_peer: bool, only_first: b
         if not started:
             return {}
         target = started[0].target
-        run.stage(
-            "all at once, finished results", first_s, lambda: _finished(run, target, load.requests), load.requests,
-            _goal(run),
-        )  # fmt: skip
+        goal = _goal(run)
+        found = run.stage(
+            "all at once, finished results", first_s, lambda: _finished(run, target, load.requests), load.requests, goal
+        )
+
+        def trace() -> None:
+            run.stage(
+                "device between steps, torch.profiler", seconds, lambda: _decode_steps(run, started[0], traced=True),
+                load.decodes, _IDLE.get(name),
+            )  # fmt: skip
+
         if only_first:
+            if goal is not None and goal.judge(found) == "missed":
+                trace()
             return {}
         sample = run.stage("the peer's requests", seconds, lambda: _finished(run, target, load.sample), load.sample)
         run.stage("decode steps", seconds, lambda: _decode_steps(run, started[0], traced=False), load.decodes)
-        run.stage(
-            "device between steps, torch.profiler", seconds, lambda: _decode_steps(run, started[0], traced=True),
-            load.decodes, _IDLE.get(name),
-        )  # fmt: skip
+        trace()
         run.stage("all at once, a stream each", 3 * seconds + peer_s, lambda: _streamed(run, target), load.requests)
     return sample
 

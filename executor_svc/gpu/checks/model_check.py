@@ -195,7 +195,8 @@ class ModelCheck:
         parts = (
             loaded.spec_digest.hex(), loaded.geometry, self.device.isa, self.device.numerics, self.device.kv_dtype,
             self.device.few_bits.forms, config.block_size, None if loaded.ranks is None else loaded.ranks.share,
-            self.long,
+            # Products by cuBLAS are compared with as many rows as a step may have.
+            config.max_num_seqs, config.max_num_batched_tokens, self.long,
             None if loaded.adapters is None else loaded.adapters.sizes,
             None if self.draft_model is None else (
                 self.draft_model.attention_shapes, self.draft_model.num_layers, config.speculative,

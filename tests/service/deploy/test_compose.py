@@ -278,6 +278,22 @@ def test_constraints_pin_the_torch_that_the_dockerfile_installs() -> None:
     assert "+" not in pins[0], "TORCH_BUILD is appended to it"
 
 
+TRITON_OF = {"2.11.0": "3.6.0", "2.13.0": "3.7.1"}
+"""What PyTorch's builds for CUDA require, by their own metadata."""
+
+
+def test_builds_for_cuda_require_the_triton_of_the_constraints() -> None:
+    """pip finds no way otherwise; and launches are repeated with that version alone."""
+    (triton,) = re.findall(r"^triton==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    found = {
+        name: re.findall(rf"^{pattern}(\S+)$", (ROOT / name).read_text(), re.MULTILINE)
+        for name, pattern in (("Makefile", "CUDA_TORCH := "), ("Dockerfile", "ARG CUDA_TORCH="))
+    }
+    assert found["Makefile"] == found["Dockerfile"]
+    (torch,) = found["Makefile"]
+    assert TRITON_OF[torch] == triton
+
+
 def _git_ignores(path: str) -> bool:
     answer = subprocess.run(["git", "check-ignore", "-q", "--no-index", path], cwd=ROOT, check=False)
     assert answer.returncode in (0, 1), "git check-ignore failed"

@@ -352,5 +352,6 @@ def _variant(
         no_spills=kind is not Parts.ADDED,
         wgmma=rows != "fp32",
         products=_instructions(tile, rows),
+        narrow_loads=0 if rows == weights in ("bf16", "fp16") and not (biased or experts) else None,
         quick=(rows, weights, out, biased) == ("bf16", "bf16", "bf16", False) and kind is Parts.ONE and tile.rows == 64,
     )  # fmt: skip

@@ -204,9 +204,10 @@ def test_the_next_start_compares_nothing(folder: Path, tmp_path: Path, monkeypat
     compare_models([again])
     assert (again.checks.num_compared, again.checks.fallen) == (0, first.checks.fallen)
     assert again.checks.num_known > 25
-    other = model_check(loaded(folder, quantization="none"), tmp_path)
-    compare_models([other])
-    assert other.checks.num_compared > 25, "other kernels"
+    for changed, why in (({"quantization": "none"}, "other kernels"), ({"max_num_batched_tokens": 1024}, "other rows")):
+        other = model_check(loaded(folder, **changed), tmp_path)
+        compare_models([other])
+        assert other.checks.num_compared > 25, why
 
 
 def test_a_kernel_that_broke_the_context_is_not_launched_again(

@@ -122,12 +122,12 @@ class GpuDevice:
 
     def _new_choices(self, config: ExecutorConfig, arch: int) -> KernelChecks:
         """Return what compares kernels, with what earlier starts on such a device have found."""
-        said = {"reports": config.kernel_checks != "on", "compares": config.kernel_checks != "off"}
+        reports, compares = config.kernel_checks != "on", config.kernel_checks != "off"
         if self._interpreted:
-            return KernelChecks(self.torch_device, **said)
+            return KernelChecks(self.torch_device, reports=reports, compares=compares)
         folder = use_kernel_cache(config.kernel_cache) / "checks"
         store = CheckStore(folder, about_device(self.torch_device, arch))
-        return KernelChecks(self.torch_device, store, **said)
+        return KernelChecks(self.torch_device, store, reports=reports, compares=compares)
 
     @property
     def kernels(self) -> GpuStateKernels:

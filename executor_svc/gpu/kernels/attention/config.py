@@ -151,7 +151,7 @@ _SPLIT_SOFTCAP = _DECODE_SOFTCAP | {
     ("fp8", 512): AttentionConfig(DECODE_ROWS, 16, 4, 2),
 }
 """Split ones spill as many with such a cache, too."""
-_OF_SINKS = {("32", 128): AttentionConfig(DECODE_ROWS, 32, 4, 2)}
+_OF_SINKS = {("32", size): AttentionConfig(DECODE_ROWS, 32, 4, 2) for size in (128, 256)}
 """With 8 warps ptxas keeps 64 registers, and spills the places of results and sinks while keys are read.
 
 With 4 those spill that are not split and have no window.

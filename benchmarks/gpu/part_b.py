@@ -43,7 +43,7 @@ _CHANGED_SINCE = (
     "tests/executor_svc/gpu/kernels/attention/test_split.py", "tests/executor_svc/gpu/kernels/slots",
     "tests/executor_svc/gpu/kernels/sampling", "tests/executor_svc/gpu/kernels/test_rope.py",
     "tests/executor_svc/gpu/kernels/test_activation.py", "tests/executor_svc/gpu/kernels/test_copy_pages.py",
-    "tests/executor_svc/gpu/test_slots.py", "tests/executor_svc/gpu/test_drafts.py",
+    "tests/executor_svc/gpu/slots/test_slots.py", "tests/executor_svc/gpu/drafts/test_drafts.py",
 )  # fmt: skip
 """Of kernels that are used by default, and that were changed since a GPU ran them: a first start compares them, too."""
 _FEW_REQUESTS = "--requests", "300", "--only", "finished"

@@ -144,11 +144,12 @@ def _each_kind(limits: Limits) -> Iterator[StepPlan]:
     yield StepPlan(2, epoch=1, decode_ready=True)
     # One token of a short sequence, and of ones with split keys, in steps without logits: by no graph.
     split = (least + 2 for least in (SEGMENTS.least_keys, SEGMENT_KEYS))
-    for length in dict.fromkeys((_LENGTH, *(min(length, limits.max_model_len) for length in split))):
+    # A draft goes on from the state that the token before it has left: both have room.
+    longest = max(_LENGTH, limits.max_model_len - _DRAFTED) if limits.max_drafts else limits.max_model_len
+    for length in dict.fromkeys((_LENGTH, *(min(length, longest) for length in split))):
         yield _one_token(length, limits)
-        drafted = min(length, limits.max_model_len - _DRAFTED)
-        if limits.max_drafts and drafted >= _LENGTH:
-            yield _one_draft(drafted, limits)
+        if limits.max_drafts and length + _DRAFTED <= limits.max_model_len:
+            yield _one_draft(length, limits)
             # A head has drafts from a sequence's second step on.
             yield StepPlan(2, epoch=1, decode_ready=True, max_drafts=1)
 

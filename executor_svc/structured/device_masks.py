@@ -148,7 +148,7 @@ class DeviceMasks:
         (rows,) = (self._grammars.have(scheduled.sampling_slots) & ~masks.late & ~masks.failed).nonzero()
         if len(rows):
             slots = scheduled.sampling_slots[rows]
-            self._complete(masks, rows, slots, staged[: len(rows)].numpy().view(np.uint32))
+            masks = self._complete(masks, rows, slots, staged[: len(rows)].numpy().view(np.uint32))
             there = staged[: len(rows)].to(self._allowed_bits.device, non_blocking=True)
             self._allowed_bits.index_copy_(0, self._send(slots), there)
         return StepMasks(masks, scheduled.sampling_slots, scheduled.candidates)
@@ -161,16 +161,22 @@ class DeviceMasks:
             )
         return self._staged
 
-    def _complete(self, masks: RowMasks, rows: IntArray, slots: IntArray, bits: Words) -> None:
-        """Let bits [n, words], which hold those of the masks, hold what rows [n] of these slots may choose."""
-        if len(masks.rows) < len(rows):
-            # Where the constraint has not begun there is no mask, and all tokens are allowed.
-            made = masks.bits.copy()
-            bits[:] = 2**32 - 1
-            bits[np.searchsorted(rows, masks.rows)] = made
-        for index, slot in enumerate(slots.tolist() if self._own else ()):
-            if (own := self._own.get(slot)) is not None:
-                bits[index] &= own
+    def _complete(self, masks: RowMasks, rows: IntArray, slots: IntArray, bits: Words) -> RowMasks:
+        """Let bits [n, words], which begin with the masks' own, hold what rows [n] of these slots may choose.
+
+        Returns the masks, which stay as they are: the host samples some rows itself.
+        """
+        lists = [self._own.get(slot) for slot in slots.tolist()] if self._own else []
+        if len(masks.rows) == len(rows) and not any(own is not None for own in lists):
+            return masks
+        masks = replace(masks, bits=masks.bits.copy())
+        # Where the constraint has not begun there is no mask, and all tokens are allowed.
+        bits[:] = 2**32 - 1
+        bits[np.searchsorted(rows, masks.rows)] = masks.bits
+        for row, own in zip(bits, lists, strict=bool(lists)):
+            if own is not None:
+                row &= own
+        return masks
 
     def mark(self, masks: StepMasks, errors: Tensor) -> None:
         """Enqueue the errors of late rows and of rows whose grammar has failed, before the step commits.

@@ -58,11 +58,12 @@ def compile_ahead(config: ExecutorConfig, arch: int) -> None:
         adapters = make_adapters(config, device, loaded)
         layers = None if draft is None else draft.layers
         is_long = loaded.geometry.max_model_len >= LEAST_LENGTH
-        with device.kernels.passing():
-            steps = ModelSteps.of(loaded, device, config, layers)
-            for _, chunks in steps.steps() if is_long else ():
-                steps.run(steps.fill(chunks))
-        if config.kernel_checks != "off" and is_long:
+        if is_long:
+            with device.kernels.passing():
+                steps = ModelSteps.of(loaded, device, config, layers)
+                for _, chunks in steps.steps():
+                    steps.run(steps.fill(chunks))
+        if is_long and config.kernel_checks != "off":
             check = StepCheck(loaded, device, config, device.choices, layers, model_on_gpu(draft, device))
             check.launch(Fallbacks(device.kernels, device.choices))
         run_trial(loaded, device, config, draft)

@@ -105,11 +105,12 @@ def check_kernels(config: ExecutorConfig, device: Device, loaded: LoadedModel, d
     """
     if device.torch_device.type != "cuda" or not loaded.recordable:
         return ComparedKernels()
-    length = loaded.geometry.max_model_len
-    if config.kernel_checks == "off" or length < LEAST_LENGTH:
-        why = (
-            "--kernel-checks off" if length >= LEAST_LENGTH else f"max_model_len is {length}, {LEAST_LENGTH} are needed"
-        )
+    length, why = loaded.geometry.max_model_len, None
+    if config.kernel_checks == "off":
+        why = "--kernel-checks off"
+    elif length < LEAST_LENGTH:
+        why = f"max_model_len is {length}, {LEAST_LENGTH} are needed"
+    if why is not None:
         _log.warning("kernels: not compared (%s); wrong ones would give wrong tokens", why)
         return ComparedKernels()
     from executor_svc.gpu.checks.model_check import ModelCheck, compare_models

@@ -41,12 +41,12 @@ class MaskWork(Protocol):
 class _Batch:
     """What a shared thread is given at once."""
 
-    def __init__(self, num_shares: int) -> None:
+    def __init__(self, num_parts: int) -> None:
         self.done: Future[None] = Future()
-        self._num_left, self._lock = num_shares, threading.Lock()
+        self._num_left, self._lock = num_parts, threading.Lock()
 
     def end_one(self) -> None:
-        """Note that a share of it is done."""
+        """Note that a part of it is done."""
         with self._lock:
             self._num_left -= 1
             is_last = not self._num_left
@@ -90,9 +90,9 @@ class MaskThreads:
         self._walking = ThreadPoolExecutor(2 * num_slots, thread_name_prefix="walks", initializer=yield_to_others)
         # A thread inherits its starter's priority. This one must not inherit the priority of a compiling thread.
         self._shared = [_SharedThread(deque()) for _ in range(num_shared)]
-        self._lines: dict[Compiled, deque[_BatchPart]] = {}
+        self._queues: dict[Compiled, deque[_BatchPart]] = {}
         """What waits for lexers that others have."""
-        self._lines_lock = threading.Lock()
+        self._queues_lock = threading.Lock()
 
     def run(
         self,
@@ -131,15 +131,15 @@ class MaskThreads:
                 self._start(state, partial(state.take, tokens), done, is_slow=True)
                 found.append(done)
             else:
-                share = _BatchPart(state, tokens)
-                batches[state.lexer % len(batches)].append(share)
-                found.append(share)
-        for shared, shares in zip(self._shared, batches, strict=True):
-            if shares:
-                batch = _Batch(len(shares))
-                for each in shares:
+                part = _BatchPart(state, tokens)
+                batches[state.lexer % len(batches)].append(part)
+                found.append(part)
+        for shared, parts in zip(self._shared, batches, strict=True):
+            if parts:
+                batch = _Batch(len(parts))
+                for each in parts:
                     each.batch = batch
-                shared.parts.extend([partial(self._take_quickly, each) for each in shares])
+                shared.parts.extend([partial(self._take_quickly, each) for each in parts])
                 shared.go_on()
         return found
 
@@ -171,38 +171,38 @@ class MaskThreads:
         else:
             self._run(state, work, done)
 
-    def _take_quickly(self, share: _BatchPart) -> None:
-        lexer = share.state.compiled
+    def _take_quickly(self, part: _BatchPart) -> None:
+        lexer = part.state.compiled
         if lexer is None or not lexer.lock.locked():
-            self._take(share)
+            self._take(part)
             return
         # As in `_run_quickly`, but on one thread for all that wait for a lexer: many would fight for it.
-        with self._lines_lock:
-            if (line := self._lines.get(lexer)) is not None:
-                line.append(share)
+        with self._queues_lock:
+            if (queue := self._queues.get(lexer)) is not None:
+                queue.append(part)
                 return
-            self._lines[lexer] = deque([share])
+            self._queues[lexer] = deque([part])
         with_large_stack(lambda: self._own.submit(self._serve, lexer))
 
     def _serve(self, lexer: Compiled) -> None:
         """Do what waits for a lexer, until nothing does."""
         while True:
-            with self._lines_lock:
-                line = self._lines[lexer]
-                if not line:
-                    del self._lines[lexer]
+            with self._queues_lock:
+                queue = self._queues[lexer]
+                if not queue:
+                    del self._queues[lexer]
                     return
-                share = line.popleft()
-            self._take(share)
+                part = queue.popleft()
+            self._take(part)
 
-    def _take(self, share: _BatchPart) -> None:
-        share.state.take(share.tokens)
-        if share.state.must_walk:
+    def _take(self, part: _BatchPart) -> None:
+        part.state.take(part.tokens)
+        if part.state.must_walk:
             walked: Future[None] = Future()
-            walked.add_done_callback(lambda _: share.end())
-            with_large_stack(lambda: self._walking.submit(self._walk, share.state, walked))
+            walked.add_done_callback(lambda _: part.end())
+            with_large_stack(lambda: self._walking.submit(self._walk, part.state, walked))
         else:
-            share.end()
+            part.end()
 
     def _run(self, state: GrammarState, work: Callable[[], None], done: Future[None]) -> None:
         work()
